@@ -40,7 +40,8 @@ class Attention:
     """Grouped-query attention. q [N·D, H], k and v [G·D, H], o [H, N·D].
 
     `qk_norm`: "head" normalises each head before RoPE, "full" the whole projection before RoPE, None does nothing.
-    `window`: a query sees itself and the window−1 keys before it. `sinks`: one logit per head in the softmax denominator.
+    `window`: a query sees itself and the window−1 keys before it.
+    `sinks`: one logit per head in the softmax's denominator.
     """
 
     heads: int
@@ -61,8 +62,9 @@ class LatentAttention:
     """Multi-head latent attention (MLA). Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
     q: either q [N·(nope+rope), H], or q_a [q_rank, H] → RMSNorm(latent_norm) → q_b [N·(nope+rope), q_rank].
-    kv_a [R+rope, H]: the first R elements → RMSNorm(latent_norm) → the latent c; the last `rope` are the shared key part k_pe.
-    k_b [N, R, nope]: scores use q_nope·k_bᵀ against c (the absorbed form); v_b [N, v, R] maps attention over c to values.
+    kv_a [R+rope, H]: the first R elements → RMSNorm(latent_norm) → the latent c; the last `rope` are the shared key
+    part k_pe. k_b [N, R, nope]: scores use q_nope·k_bᵀ against c (the absorbed form); v_b [N, v, R] maps attention
+    over c to values.
     RoPE acts on q's last rope_dim elements of each head and on k_pe.
     """
 
@@ -79,7 +81,10 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Activation:
-    """`silu`: silu(gate)·up. `swiglu_oai`: gate clamped above by limit, up both ways; (up+1)·gate·sigmoid(alpha·gate)."""
+    """`silu`: silu(gate)·up.
+
+    `swiglu_oai`: gate clamped above by limit, up both ways; (up+1)·gate·sigmoid(alpha·gate).
+    """
 
     kind: Literal["silu", "swiglu_oai"] = "silu"
     alpha: float = 1.0
@@ -100,8 +105,8 @@ class Router:
 
     score: "softmax" or "sigmoid" over all E; "softmax_topk": the top-k of the logits, softmax over these k.
     choice_bias: a per-expert bias added to the scores for the choice only.
-    groups > 1: experts are split in equal groups; the top_groups best stay in play. group_score "max" (masked scores become 0)
-    or "top2_sum" of the biased scores (masked scores become −inf).
+    groups > 1: experts are split in equal groups; the top_groups best stay in play. group_score "max" (masked scores
+    become 0) or "top2_sum" of the biased scores (masked scores become −inf).
     renormalise: weights / (sum + denominator_eps); then × scaling. Ties go to the lower index.
     """
 
@@ -172,18 +177,20 @@ class Source:
     """Where a slot's tensor lies in a checkpoint: a table entry, not code.
 
     `name` may hold {layer} and {expert}; with {expert} the experts are stored one by one. Without it, a slot of routed
-    experts names a 3-D tensor whose first axis is the expert. Steps are applied in order to the tensor of one layer
+    experts names a tensor whose first axis is the expert. Steps are applied in order to the tensor of one layer
     (and one expert): `transpose` for tensors stored [in, out], then `rows` = (start, stop, step) over output rows, then
     `heads` = (n, start, stop): view the rows as n equal heads and take rows start:stop of each → [n, stop−start, cols];
     then `swap`: transpose the last two axes.
+    `blocks`: True matches only a tensor in a block format (MXFP4, Q4_0 …), False only one in a float format, None both:
+    some checkpoints turn a tensor when they quantise it.
     """
 
     name: str
     transpose: bool = False
     rows: tuple[int | None, int | None, int | None] | None = None
-    heads: tuple[int, int, int] | None = None
+    heads: tuple[int, int, int | None] | None = None
     swap: bool = False
-    optional: bool = False
+    blocks: bool | None = None
 
 
 # Slots. Global: embed, head, final_norm. Per layer (weights without suffix, biases as "<slot>.bias"):
@@ -194,12 +201,31 @@ class Source:
 #   MoE: router router.bias router.choice_bias; experts.gate experts.up experts.down (+ .bias);
 #        shared.gate shared.up shared.down, shared_gate
 GLOBAL_SLOTS = ("embed", "head", "final_norm")
-EXPERT_SLOTS = ("experts.gate", "experts.up", "experts.down", "experts.gate.bias", "experts.up.bias", "experts.down.bias")
+EXPERT_SLOTS = (
+    "experts.gate",
+    "experts.up",
+    "experts.down",
+    "experts.gate.bias",
+    "experts.up.bias",
+    "experts.down.bias",
+)
+
+
+Entry = Source | tuple[Source, ...]
 
 
 @dataclass(frozen=True)
 class TensorTable:
-    """Slot → Source, for the whole model and for each layer ("{layer}" is filled in). Slots absent from a layer's blocks are ignored."""
+    """Slot → Source, for the whole model and for each layer ("{layer}" is filled in).
 
-    globals: dict[str, Source] = field(default_factory=dict)
-    layer: dict[str, Source] = field(default_factory=dict)
+    An entry of several sources lists the layouts in which checkpoints store the slot; the first one present is taken.
+    Slots absent from a layer's blocks are ignored.
+    """
+
+    globals: dict[str, Entry] = field(default_factory=dict)
+    layer: dict[str, Entry] = field(default_factory=dict)
+
+    def sources(self, slot: str) -> tuple[Source, ...]:
+        """The layouts of `slot`, preferred first; empty when the table does not know the slot."""
+        entry = self.globals.get(slot) or self.layer.get(slot) or ()
+        return (entry,) if isinstance(entry, Source) else entry
