@@ -1,0 +1,111 @@
+"""ggml's super-blocks of 256 columns: Q4_K, Q5_K, Q6_K. Source: ggml-common.h and the k-quants description in llama.cpp PR 1684.
+
+The groups of a super-block are a rolled loop on purpose: fully unrolled, LLVM reorders the loads and the hardware prefetcher
+loses the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from colibri_offload.jit.emit import Fn, Val, f16, f32, i8, i32, vec
+from colibri_offload.jit.formats.base import Block, Move, Part, QuantFormat, high_nibbles, low_nibbles, words
+
+
+class Q4_K(QuantFormat):
+    """144 bytes per 256: f16 d, f16 dmin, 8 + 8 six-bit scales and minima in 12 bytes, nibbles. w = d·sc·q − dmin·m."""
+
+    name, block_elements, block_nbytes, step, tile_nbytes = "Q4_K", 256, 144, 256, 2304
+    quants_at, tile_quants_at = 16, 256
+
+    def moves(self, block: int) -> list[Move]:
+        scales = [Move(4 + j, 64 + 16 * j, 1) for j in range(12)]
+        quants = [Move(self.quants_at + 4 * j, self.tile_quants_at + 64 * j, 4) for j in range(32)]
+        return [Move(0, 0, 2), Move(2, 32, 2), *scales, *quants]
+
+    def scales_and_offsets(self, k: Fn, tile: Val, sub: int) -> tuple[Val, int]:
+        """Scratch with f32 [8][lanes] scales then f32 [8][lanes] offsets; the stride of a row of lanes in bytes."""
+        stride = 4 * k.target.lanes
+        d, dmin = (self.per_row(k, tile, f16, 2, o, sub).f32() for o in (0, 32))
+        a, b, c = ([self.per_row(k, tile, i8, 1, 64 + 64 * g + 16 * j, sub) for j in range(4)] for g in range(3))
+        scale = [x & 63 for x in a] + [(y & 15) | (x >> 2 & 48) for x, y in zip(a, c, strict=True)]
+        minimum = [x & 63 for x in b] + [(y >> 4) | (x >> 2 & 48) for x, y in zip(b, c, strict=True)]
+        out = k.scratch(16 * stride)
+        for j in range(8):
+            out.store(d * scale[j].zext(i32).f32(), stride * j, stride)
+            out.store(dmin * minimum[j].zext(i32).f32(), stride * (8 + j), stride)
+        return out, stride
+
+    def group_quads(self, k: Fn, tile: Val, group: Val, sub: int) -> tuple[list[Val], list[Val]]:
+        """Quads of the two sub-blocks (columns 64g … and 64g + 32 …) of a group."""
+        packed = [self.quad(k, tile + group * 512, self.tile_quants_at + 64 * j, sub) for j in range(8)]
+        return [low_nibbles(x) for x in packed], [high_nibbles(x) for x in packed]
+
+    def blocks(self, k: Fn, tile: Val, sub: int) -> Iterator[Block]:
+        factors, stride = self.scales_and_offsets(k, tile, sub)
+        t = vec(f32, k.target.lanes)
+        with k.range(0, 4) as group:
+            for half, quads in enumerate(self.group_quads(k, tile, group, sub)):
+                index = group * 2 + half
+                at = factors + index * stride
+                scale, offset = at.load(t, 0, stride), at.load(t, 8 * stride, stride)
+                yield Block(index, quads, [Part(0, 8, scale, offset=offset)])
+
+
+class Q5_K(Q4_K):
+    """176 bytes per 256: Q4_K plus a fifth bit: bit s of byte l belongs to column l of sub-block s."""
+
+    name, block_nbytes, tile_nbytes, quants_at, tile_quants_at = "Q5_K", 176, 2816, 48, 768
+
+    def moves(self, block: int) -> list[Move]:
+        return super().moves(block) + [Move(16 + 4 * j, 256 + 64 * j, 4) for j in range(8)]
+
+    def group_quads(self, k: Fn, tile: Val, group: Val, sub: int) -> tuple[list[Val], list[Val]]:
+        low, high = super().group_quads(k, tile, group, sub)
+        bits = [words(self.quad(k, tile, 256 + 64 * j, sub)) for j in range(8)]
+        n = k.target.lanes
+
+        def fifth(x: Val, word: Val, half: int) -> Val:
+            shift = (group * 2 + half).trunc(i32).splat(n)
+            return x | ((word >> shift & 0x01010101) << 4).bits(x.t)
+
+        return (
+            [fifth(x, w, 0) for x, w in zip(low, bits, strict=True)],
+            [fifth(x, w, 1) for x, w in zip(high, bits, strict=True)],
+        )
+
+
+class Q6_K(QuantFormat):
+    """210 bytes per 256: low nibbles, 2 high bits, 16 signed byte scales (one per 16 columns), f16 d; w = d·sc·(q − 32).
+
+    Tile: d (32 bytes, padded to 64) | scales 16 × 16 | low nibbles 32 × 64 | high bits 16 × 64: 3,392 bytes, 1 % padding.
+    """
+
+    name, block_elements, block_nbytes, step, tile_nbytes = "Q6_K", 256, 210, 256, 3392
+
+    def moves(self, block: int) -> list[Move]:
+        return [
+            Move(208, 0, 2),
+            *(Move(192 + j, 64 + 16 * j, 1) for j in range(16)),
+            *(Move(4 * j, 320 + 64 * j, 4) for j in range(32)),
+            *(Move(128 + 4 * j, 2368 + 64 * j, 4) for j in range(16)),
+        ]
+
+    def blocks(self, k: Fn, tile: Val, sub: int) -> Iterator[Block]:
+        d = self.per_row(k, tile, f16, 2, 0, sub).f32()
+        stride = 4 * k.target.lanes
+        scales = k.scratch(16 * stride)
+        for j in range(16):
+            scales.store(d * self.per_row(k, tile, i8, 1, 64 + 16 * j, sub).sext(i32).f32(), stride * j, stride)
+        t = vec(f32, k.target.lanes)
+        with k.range(0, 2) as half:
+            low = [self.quad(k, tile + half * 1024, 320 + 64 * j, sub) for j in range(16)]
+            high = [words(self.quad(k, tile + half * 512, 2368 + 64 * j, sub)) for j in range(8)]
+            for b in range(4):
+                nibbles = [(high_nibbles if b > 1 else low_nibbles)(x) for x in low[8 * (b & 1) : 8 * (b & 1) + 8]]
+                quads = [
+                    x | ((h >> 2 * b & 0x03030303) << 4).bits(x.t) for x, h in zip(nibbles, high, strict=True)
+                ]
+                at = scales + (half * 8 + 2 * b) * stride
+                parts = [Part(4 * i, 4, at.load(t, i * stride, stride), zero=32) for i in range(2)]
+                yield Block(half * 4 + b, quads, parts)
