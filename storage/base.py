@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from colibri_offload.errors import StoreError
 
 
 class ExpertKey(NamedTuple):
@@ -12,6 +14,20 @@ class ExpertKey(NamedTuple):
 
     layer: int
     expert: int
+
+
+def key_name(key: ExpertKey) -> str:
+    """How messages name a block."""
+    return f"layer {key[0]} expert {key[1]}"
+
+
+def check_room(what: str, nbytes: int, buffer: memoryview) -> None:
+    """StoreError when the buffer cannot take `nbytes` bytes. `what` names the record."""
+    if len(buffer) < nbytes or buffer.readonly or buffer.format != "B":
+        raise StoreError(
+            f"{what}: {nbytes} bytes do not fit a buffer of {len(buffer)} items of format {buffer.format!r}"
+            f"{', which is read-only' if buffer.readonly else ''}: pass a writable buffer of enough bytes"
+        )
 
 
 class ExpertStore(ABC):
@@ -41,7 +57,7 @@ class ExpertStore(ABC):
     def close(self) -> None:
         """Release files and maps. Idempotent."""
 
-    def __enter__(self) -> ExpertStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
