@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers (hub directory or GGUF), chat templates, sampling and streaming."""
