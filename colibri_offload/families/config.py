@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,19 +34,12 @@ class Config:
             raise self._bad(key, value, f"a whole number from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+    def number(self, key: str, default: float | None = None, *, low: float = 1e-30, high: float = 1e30) -> float:
+        """A number in low..high; the default bounds keep it positive and its square finite."""
         _, value = self._first((key,), default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._bad(key, value, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self._bad(key, value, f"a number from {low:g} to {high:g}")
         return float(value)
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero."""
-        value = self.number(key, default)
-        if value <= 0:
-            raise self._bad(key, value, "a number above 0")
-        return value
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""

@@ -43,7 +43,7 @@ def gpt_oss_spec(config: Config) -> ModelSpec:
         intermediate=config.integer("intermediate_size"),
         router=Router("softmax_topk", renormalise=False, bias=True),
         activation=Activation(
-            "swiglu_oai", config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)
+            "swiglu_oai", config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
         ),
         bias=True,
     )

@@ -7,8 +7,8 @@ from colibri_offload.families import hub_names as hub
 from colibri_offload.families.config import Config
 from colibri_offload.families.gguf_keys import GgufKeys
 from colibri_offload.families.gguf_names import latent_gguf_table
-from colibri_offload.families.parts import experts, layer_count, model_spec, norm
-from colibri_offload.families.rope import rope, scaling_section, yarn_mscale
+from colibri_offload.families.parts import MAX_HEAD_DIM, experts, layer_count, model_spec, norm
+from colibri_offload.families.rope import is_yarn, rope, scaling_section, stretch, yarn_mscale
 from colibri_offload.families.spec import (
     Dense,
     Entry,
@@ -32,12 +32,11 @@ _LATENT_NORM = Norm(1e-6)
 def latent_attention(config: Config) -> LatentAttention:
     """MLA; YaRN's mscale_all_dim enters the softmax scale squared. Source: DeepSeek-V2, arXiv:2405.04434."""
     config.refuse("attention_bias", False)
-    nope, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    nope, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim", high=MAX_HEAD_DIM)
     scale = (nope + rope_dim) ** -0.5
     scaling = scaling_section(config)
-    if scaling.get("rope_type", scaling.get("type")) == "yarn":
-        all_dim = scaling.number("mscale_all_dim", 0)
-        scale *= yarn_mscale(scaling.positive("factor"), all_dim) ** 2
+    if is_yarn(scaling):
+        scale *= yarn_mscale(stretch(scaling), scaling.number("mscale_all_dim", 0, low=0)) ** 2
     return LatentAttention(
         heads=config.integer("num_attention_heads"),
         q_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),

@@ -8,11 +8,12 @@ from typing import Any
 
 from colibri_offload.errors import CheckpointError
 from colibri_offload.families.config import Config
-from colibri_offload.families.rope import rope, scaling_section
+from colibri_offload.families.rope import is_yarn, rope, scaling_section, stretch
 from colibri_offload.families.spec import Attention, Layer, ModelSpec, Norm
 
-# Deeper than any model; a damaged count must not build millions of layers.
-MAX_LAYERS = 4096
+# Beyond any model: a damaged count must not build millions of parts.
+MAX_LAYERS = MAX_HEAD_DIM = 4096
+MAX_EXPERTS = 1 << 16
 
 
 def layer_count(config: Config) -> int:
@@ -22,12 +23,12 @@ def layer_count(config: Config) -> int:
 
 def experts(config: Config) -> int:
     """The number of routed experts per layer under any of its names; 0 when the model is dense."""
-    return config.integer("num_local_experts", "num_experts", "n_routed_experts", default=0, low=0)
+    return config.integer("num_local_experts", "num_experts", "n_routed_experts", default=0, low=0, high=MAX_EXPERTS)
 
 
 def norm(config: Config) -> Norm:
     """The RMSNorm of the residual stream."""
-    return Norm(config.positive("rms_norm_eps", 1e-6))
+    return Norm(config.number("rms_norm_eps", 1e-6))
 
 
 def attention(config: Config, *, theta: float = 10000.0, **facts: Any) -> Attention:
@@ -39,7 +40,7 @@ def attention(config: Config, *, theta: float = 10000.0, **facts: Any) -> Attent
             f"{config.origin}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}; "
             "fetch the configuration again"
         )
-    head_dim = config.integer("head_dim", default=max(1, config.integer("hidden_size") // heads))
+    head_dim = config.integer("head_dim", default=max(1, config.integer("hidden_size") // heads), high=MAX_HEAD_DIM)
     rotary = config.integer("rotary_dim", default=head_dim, high=head_dim)
     return Attention(
         heads=heads,
@@ -76,10 +77,10 @@ def model_spec(config: Config, family: str, layers: Iterable[Layer], *, tied: bo
     config.choice("hidden_act", "silu", ("silu",))
     scaling = scaling_section(config)
     context = config.integer("max_position_embeddings", high=1 << 40)
-    if scaling.get("rope_type", scaling.get("type")) == "yarn":
+    if is_yarn(scaling):
         # Some configurations state the extension without raising the context.
-        original = scaling.positive("original_max_position_embeddings", context)
-        context = max(context, int(original * scaling.positive("factor")))
+        original = scaling.number("original_max_position_embeddings", context)
+        context = max(context, int(original * stretch(scaling)))
     bos = token_ids(config, "bos_token_id")
     ends = token_ids(config, "eos_token_id")
     generation = config.section("generation_config")

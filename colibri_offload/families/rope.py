@@ -21,7 +21,7 @@ def rope(config: Config, dim: int, *, interleaved: bool = False, theta: float = 
     Raises: UnsupportedError for other scalings (dynamic, longrope …); CheckpointError for broken values.
     """
     scaling = scaling_section(config)
-    base = scaling.positive("rope_theta", config.positive("rope_theta", theta))
+    base = scaling.number("rope_theta", config.number("rope_theta", theta, low=2), low=2)
     if dim % 2:
         raise CheckpointError(f"{config.origin}: the rotary dimension {dim} is odd; fetch the configuration again")
     inv_freq = [base ** (-2.0 * i / dim) for i in range(dim // 2)]
@@ -37,7 +37,7 @@ def rope(config: Config, dim: int, *, interleaved: bool = False, theta: float = 
     if kind == "default":
         return Rope(tuple(inv_freq), interleaved)
     if kind == "linear":
-        factor = scaling.positive("factor")
+        factor = stretch(scaling)
         return Rope(tuple(f / factor for f in inv_freq), interleaved)
     if kind == "llama3":
         return Rope(tuple(_llama3(f, scaling) for f in inv_freq), interleaved)
@@ -47,6 +47,16 @@ def rope(config: Config, dim: int, *, interleaved: bool = False, theta: float = 
 def scaling_section(config: Config) -> Config:
     """The object that holds the scaling's keys; empty when there is none."""
     return config.section("rope_parameters") or config.section("rope_scaling") or Config({}, config.origin)
+
+
+def is_yarn(scaling: Config) -> bool:
+    """Whether a scaling section asks for YaRN."""
+    return scaling.get("rope_type", scaling.get("type")) == "yarn"
+
+
+def stretch(scaling: Config) -> float:
+    """By how much a scaling section lengthens the context."""
+    return scaling.number("factor", low=1, high=1e6)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -59,12 +69,12 @@ def _llama3(freq: float, scaling: Config) -> float:
 
     Source: Llama 3.1's reference code, `apply_scaling` (github.com/meta-llama/llama-models, models/llama3/model.py).
     """
-    factor = scaling.positive("factor")
-    low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
-    turns = scaling.positive("original_max_position_embeddings") * freq / (2 * math.pi)
-    if turns < low:
+    factor = stretch(scaling)
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    turns = scaling.number("original_max_position_embeddings") * freq / (2 * math.pi)
+    if turns <= low:
         return freq / factor
-    if turns > high:
+    if turns >= high:
         return freq
     blend = (turns - low) / (high - low)
     return (1 - blend) * freq / factor + blend * freq
@@ -75,16 +85,16 @@ def _yarn(inv_freq: list[float], base: float, scaling: Config, config: Config, i
 
     Source: YaRN, arXiv:2309.00071, section 3.2. `truncate` rounds the ramp's ends to whole dimensions.
     """
-    factor = scaling.positive("factor")
-    context = scaling.positive(
-        "original_max_position_embeddings", config.positive("max_position_embeddings", 2048)
+    factor = stretch(scaling)
+    context = scaling.number(
+        "original_max_position_embeddings", config.number("max_position_embeddings", 2048)
     )
     dim = 2 * len(inv_freq)
 
     def dimension(turns: float) -> float:
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = dimension(scaling.positive("beta_fast", 32)), dimension(scaling.positive("beta_slow", 1))
+    low, high = dimension(scaling.number("beta_fast", 32)), dimension(scaling.number("beta_slow", 1))
     if scaling.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -99,8 +109,8 @@ def _yarn(inv_freq: list[float], base: float, scaling: Config, config: Config, i
 def _attention_factor(scaling: Config, factor: float) -> float:
     """What multiplies cos and sin: stated, or from mscale and mscale_all_dim (DeepSeek), or YaRN's own rule."""
     if scaling.get("attention_factor") is not None:
-        return scaling.positive("attention_factor")
-    mscale, all_dim = scaling.number("mscale", 0), scaling.number("mscale_all_dim", 0)
+        return scaling.number("attention_factor")
+    mscale, all_dim = scaling.number("mscale", 0, low=0), scaling.number("mscale_all_dim", 0, low=0)
     if mscale and all_dim:
         return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
     return yarn_mscale(factor, 1.0)

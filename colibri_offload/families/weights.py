@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from colibri_offload.checkpoint.base import Checkpoint, Tensor
 from colibri_offload.errors import CheckpointError
@@ -76,18 +76,22 @@ class Weights:
 
     def _resolve(self, slot: str, layer: int | None) -> None:
         """Choose the layout of a slot and check all its tensors."""
-        experts: list[int | None] = list(range(self._experts(layer))) if slot in EXPERT_SLOTS else [None]
         source = self._choose(slot, layer)
         self._sources[slot, layer] = source
-        if "{expert}" not in source.name and experts[0] is not None:
-            merged = self._stored(source, layer, None)
-            if not merged.shape or merged.shape[0] != len(experts):
-                raise CheckpointError(
-                    f"{self._checkpoint.path}: {merged.name} has shape {list(merged.shape)}, "
-                    f"expected {len(experts)} experts on its first axis; download the file again"
-                )
-            experts = [0]  # the others have the same shape
+        experts: Iterable[int | None] = (None,)
+        if slot in EXPERT_SLOTS:
+            count = self._experts(layer)
+            experts = range(count)
+            if "{expert}" not in source.name:
+                merged = self._stored(source, layer, None)
+                if not merged.shape or merged.shape[0] != count:
+                    raise CheckpointError(
+                        f"{self._checkpoint.path}: {merged.name} has shape {list(merged.shape)}, "
+                        f"expected {count} experts on its first axis; download the file again"
+                    )
+                experts = (0,)  # the others have the same shape
         for expert in experts:
+            self._used.add(_name(source, layer, expert))
             tensor = self._composed(source, slot, layer, expert)
             expected = self._shape(slot, layer)
             if tensor.shape != expected:
@@ -113,13 +117,11 @@ class Weights:
     def _stored(self, source: Source, layer: int | None, expert: int | None) -> Tensor:
         name = _name(source, layer, expert)
         try:
-            tensor = self._tensors[name]
+            return self._tensors[name]
         except KeyError:
             raise CheckpointError(
                 f"{self._checkpoint.path}: tensor {name} is missing; the file is incomplete: download it again"
             ) from None
-        self._used.add(name)
-        return tensor
 
     def _composed(self, source: Source, slot: str, layer: int | None, expert: int | None) -> Tensor:
         tensor = self._stored(source, layer, expert)
