@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -42,9 +43,17 @@ def test_gguf_gives_the_logits_of_its_hub_model(name: str, tmp_path: Path) -> No
         ("deepseek_v2_lite", {"split": False}),
     ],
 )
-def test_layouts_of_old_files(name: str, layout: dict[str, bool], tmp_path: Path) -> None:
+def test_layouts_of_old_files(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
     fixture = Fixture(GOLDEN / name, 0)
     check(fixture, to_gguf(fixture.path, tmp_path / "model.gguf", **layout))
+
+
+def test_a_quantised_kv_b_in_one_piece_is_refused(tmp_path: Path) -> None:
+    """Turning k_b needs single elements; what cannot be turned exactly must not be read as garbage."""
+    path = tmp_path / "model.gguf"
+    to_gguf(GOLDEN / "deepseek_v2", path, split=False, quantise="attn_kv_b")
+    with pytest.raises(UnsupportedError, match=r"attn_kv_b\.weight: format Q8_0"):
+        load_model_spec(open_checkpoint(path))
 
 
 def write(path: Path, arch: str, tensors: dict[str, np.ndarray], **keys: int) -> Path:

@@ -23,8 +23,13 @@ ARCH = {
 }
 
 
-def to_gguf(model: Path, out: Path, *, merge: bool = True, split: bool = True, widths: bool = True) -> Path:
-    """Old layouts: merge=False keeps experts one by one, split=False kv_b whole, widths=False omits their width."""
+def to_gguf(
+    model: Path, out: Path, *, merge: bool = True, split: bool = True, widths: bool = True, quantise: str = ""
+) -> Path:
+    """Old layouts: merge=False keeps experts one by one, split=False kv_b whole, widths=False omits their width.
+
+    Tensors with `quantise` in their name, when given, become Q8_0.
+    """
     config = json.loads((model / "config.json").read_text())
     arch = ARCH[config["model_type"]]
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch])
@@ -42,7 +47,12 @@ def to_gguf(model: Path, out: Path, *, merge: bool = True, split: bool = True, w
         _split_kv_b(tensors, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for key, value in tensors.items():
-        writer.add_tensor(_name(names, key), np.ascontiguousarray(value if value.shape[0] != 1 else value[0]))
+        name, value = _name(names, key), np.ascontiguousarray(value if value.shape[0] != 1 else value[0])
+        if quantise and quantise in name:
+            q8_0 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(value, q8_0), raw_dtype=q8_0)
+        else:
+            writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,7 +16,7 @@ from colibri_offload.families.spec import EXPERT_SLOTS, ModelSpec, MoE, Source, 
 _IGNORABLE = re.compile(
     r"rotary_emb\.inv_freq$|attn_rot_embd|^rope_freqs\.weight$|(^|\.)mtp\b|nextn|masked_bias$"
     r"|(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\."
-    r"|\.(k|v)_scale$|\.(input|activation)_scale$|(^|\.)(v|mm)\."
+    r"|\.(k|v)_scale$|\.(input|activation)_scale$|^(v|mm)\."
 )
 _LAYER_NUMBER = re.compile(r"^(?:model\.)?(?:layers|blk)\.(\d+)\.")
 
