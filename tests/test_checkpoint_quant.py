@@ -126,7 +126,7 @@ def fp8_loop(codes: np.ndarray, cells: np.ndarray, rows: int, columns: int) -> n
     def weight(i: int, j: int) -> Any:
         return np.float32(F8_VALUES[int(codes[i, j])]) * cells[i // rows, j // columns]
 
-    return loop(*codes.shape, weight)
+    return loop(codes.shape[0], codes.shape[1], weight)
 
 
 @pytest.mark.parametrize("block", [(4, 8), (128, 128), (5, 3)])

@@ -221,6 +221,8 @@ def test_zero_filled_tail(tmp_path: Path) -> None:
         HubCheckpoint(folder)
     path.write_bytes(whole[:-one] + b"\0" * one)
     assert len(HubCheckpoint(folder).tensors) == 3
+    path.write_bytes(whole[: -one - 100] + b"\0" * (one + 100))  # a few zeros before it happen to be there
+    assert len(HubCheckpoint(folder).tensors) == 3
     path.write_bytes(whole[: -one // 2] + b"\0" * (one // 2))  # padded rows of a vocabulary
     assert len(HubCheckpoint(folder).tensors) == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,8 +70,7 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            keys = [k for k, _ in pairs]
-            twice = next(k for i, k in enumerate(keys) if k in keys[:i])
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(f"{path}: the key {shown(twice)} occurs twice in its JSON; download it again")
         return out
 
