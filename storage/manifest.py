@@ -119,7 +119,8 @@ def load_manifest(directory: Path) -> Manifest:
 def check_extent(path: Path, size: int, records: Iterable[tuple[str, Record]]) -> None:
     """Check that named records lie inside the file `path` of `size` bytes, after its header, without overlap."""
     end, before = HEADER_NBYTES, "the header"
-    for name, record in sorted(records, key=lambda item: item[1].offset):
+    # an empty record shares its offset with the next one
+    for name, record in sorted(records, key=lambda item: (item[1].offset, item[1].nbytes)):
         if record.offset < end:
             raise StoreError(f"{path}: {name} at {record.offset} overlaps {before}, which ends at {end}: {_AGAIN}")
         end, before = record.offset + round_up(record.nbytes), name
