@@ -126,12 +126,16 @@ class StoreWriter:
             self._experts.cut()
 
     def _restore_entry(self, entry: dict[str, Any]) -> bool:
-        record = Record(*entry["record"])
-        if "expert" in entry:
-            return isinstance(self._experts, FileSink) and self._experts.restore(ExpertKey(*entry["expert"]), record)
-        if not self._resident_file.holds(record):
+        try:
+            record = Record(*entry["record"])
+            if "expert" in entry:
+                key = ExpertKey(*entry["expert"])
+                return isinstance(self._experts, FileSink) and self._experts.restore(key, record)
+            if not self._resident_file.holds(record):
+                return False
+            self._residents[entry["resident"]] = Resident(record, entry["meta"])
+        except (TypeError, KeyError):  # a line that a power failure left as something else
             return False
-        self._residents[entry["resident"]] = Resident(record, entry["meta"])
         return True
 
     def _check_space(self, expected_bytes: int) -> None:
