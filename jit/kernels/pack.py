@@ -7,14 +7,15 @@ import llvmlite.ir as ir
 from colibri_offload.jit.emit import Fn, Struct, Val, f32, i32, i64, ptr, vec
 from colibri_offload.jit.emit.types import i8, i16
 from colibri_offload.jit.formats import ROWS, Format
-from colibri_offload.jit.kernels.activations import Activations
-from colibri_offload.jit.kernels.dot import for_each_tile
+from colibri_offload.jit.kernels.activations import TILES, Activations
 from colibri_offload.jit.targets import Target
 
-# rows: count of rows at `src`, row_stride bytes apart; dst: groups dst_stride bytes apart. blocks: blocks in a source row.
+# rows: count of rows at `src`, row_stride bytes apart; task t takes the 16 rows from t·row_step on and writes a group at
+# dst + t·dst_stride. blocks: blocks in a source row; zeros: block_nbytes of zeros.
 PackWeights = Struct(
-    "PackWeights", src=ptr, dst=ptr, zeros=ptr, rows=i64, row_stride=i64, dst_stride=i64, blocks=i64, steps=i64
-)
+    "PackWeights", src=ptr, dst=ptr, zeros=ptr, rows=i64, row_stride=i64, row_step=i64, dst_stride=i64, blocks=i64,
+    steps=i64,
+)  # fmt: skip
 
 
 def emit_pack_weights(module: ir.Module, target: Target, fmt: Format) -> None:
@@ -24,11 +25,11 @@ def emit_pack_weights(module: ir.Module, target: Target, fmt: Format) -> None:
     with Fn(module, target, "pack_weights", {"args": ptr, "task": i64}) as k:
         a = PackWeights.at(k.args)
         src, zeros, rows, row_stride, blocks = a.src, a.zeros, a.rows, a.row_stride, a.blocks
-        steps, dst = a.steps, a.dst + k.task * a.dst_stride
+        steps, dst, first = a.steps, a.dst + k.task * a.dst_stride, k.task * a.row_step
         with k.range(0, steps) as step:
             tile = dst + step * fmt.tile_nbytes
             with k.range(0, ROWS) as r:
-                row = k.task * ROWS + r
+                row = first + r
                 base = src + row * row_stride
                 for b in range(per_step):
                     block = step * per_step + b
@@ -39,11 +40,12 @@ def emit_pack_weights(module: ir.Module, target: Target, fmt: Format) -> None:
                         (tile + r * m.width).store(m.fn(w) if m.fn else w, m.dst, 1)
 
 
-# src: f32 rows src_stride bytes apart, of `columns` columns; index: i32 row numbers or null; weight: f32 [columns] or null.
+# src: f32 rows src_stride bytes apart, of `columns` columns; index: i32 row numbers (−1: no token, zeros) or null;
+# weight: f32 [columns] or null. tiles: (first token, T) per task as i32 pairs, or null: full_tiles of 8, then the tail.
 # The packed tokens go to `out` (null: none), x_blocks blocks each; float rows of the normed values to `rows_out` (null: none).
 # batches: like Matmul's, tiles_per_batch tasks each.
 PackTokens = Struct(
-    "PackTokens", src=ptr, index=ptr, weight=ptr, out=ptr, rows_out=ptr, src_stride=i64, rows_out_stride=i64, columns=i64,
+    "PackTokens", src=ptr, index=ptr, tiles=ptr, weight=ptr, out=ptr, rows_out=ptr, src_stride=i64, rows_out_stride=i64, columns=i64,
     x_blocks=i64, tokens=i64, full_tiles=i64, tail_tile=i64, tiles_per_batch=i64, src_batch=i64, out_batch=i64, eps=f32,
 )  # fmt: skip
 
@@ -81,11 +83,15 @@ def emit_pack_tokens(module: ir.Module, target: Target, act: Activations) -> Non
         has_out, has_rows, has_weight = k.not_null(a.out), k.not_null(rows_out), k.not_null(weight)
         used = (columns + 31) // 32
 
-        def one_token(size: int, token: Val, t: Val, packed: Val) -> None:
-            row_number = k.var(token)
-            with k.when(k.not_null(index)):
-                row_number.set((index + token * 4).load(i32).sext(i64))
-            row = src + row_number() * a.src_stride
+        def row_of(token: Val) -> Val:
+            """The token's row number, −1 for padding."""
+            number = k.var((token < tokens).select(token, k.const(i64, -1)))
+            with k.when(k.not_null(index)), k.when(number() >= 0):
+                number.set((index + token * 4).load(i32).sext(i64))
+            return number()
+
+        def one_token(size: int, token: Val, row_number: Val, t: Val, packed: Val) -> None:
+            row = src + row_number * a.src_stride
             inverse = k.var(k.const(f32, 1.0))
             with k.when(has_weight):
                 squares = [k.var(k.zero(t_vec)) for _ in range(32 // lanes)]
@@ -129,14 +135,21 @@ def emit_pack_tokens(module: ir.Module, target: Target, act: Activations) -> Non
             packed = out + first * (x_blocks * act.token_nbytes)
             with k.range(0, size) as t:
                 token = first + t
-                with k.either(token < tokens) as (yes, no):
+                row_number = row_of(token)
+                with k.either(row_number >= 0) as (yes, no):
                     with yes:
-                        one_token(size, token, t, packed)
+                        one_token(size, token, row_number, t, packed)
                     with no, k.when(has_out):
                         zero_blocks(size, t, packed, k.const(i64, 0))
 
-        with k.either(tile < full) as (yes, no):
-            with yes:
-                one_tile(8, tile * 8)
-            with no:
-                for_each_tile(k, k.const(i64, 0), a.tail_tile, lambda size, _n, _t: one_tile(size, full * 8))
+        first, size = k.var(full * 8), k.var(a.tail_tile)
+        with k.when(tile < full):
+            first.set(tile * 8)
+            size.set(k.const(i64, 8))
+        with k.when(k.not_null(a.tiles)):
+            entry = a.tiles + tile * 8
+            first.set(entry.load(i32).sext(i64))
+            size.set(entry.load(i32, 4).sext(i64))
+        for n in TILES:
+            with k.when(size().eq(n)):
+                one_tile(n, first())
