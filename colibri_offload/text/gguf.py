@@ -56,39 +56,27 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     match model:
         case "gpt2":
             pre = _pre_tokenizer(metadata)
+            special, adds_bos = vocabulary.special_tokens(), pre.adds_bos
             backend = _byte_level(vocabulary, pre)
-            adds_bos = pre.adds_bos
         case "llama":
-            backend = _sentencepiece(
-                vocabulary, vocabulary.derived_merges(), prefix=bool(metadata.get(_P + "add_space_prefix", True))
-            )
-            adds_bos = True
+            special, adds_bos = vocabulary.sentencepiece_defaults() | vocabulary.special_tokens(), True
+            prefix = metadata.get(_P + "add_space_prefix", True)
+            backend = _sentencepiece(vocabulary, vocabulary.derived_merges(), special.get("unk_token"), prefix=prefix)
         case "gemma4":
-            backend = _sentencepiece(
-                vocabulary, vocabulary.merges(), prefix=bool(metadata.get(_P + "add_space_prefix", False))
-            )
-            adds_bos = True
+            special, adds_bos = vocabulary.special_tokens(), True
+            prefix = metadata.get(_P + "add_space_prefix", False)
+            backend = _sentencepiece(vocabulary, vocabulary.merges(), special.get("unk_token"), prefix=prefix)
         case None:
             raise TextError(f"{_P}model is missing: the file has no tokenizer; use a complete GGUF file")
         case _:
             raise UnsupportedError(f"{_P}model is {model!r}: supported are gpt2, llama and gemma4")
     backend.add_tokens(vocabulary.added_tokens())
-
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: vocabulary.special_id(key) for name, key in names.items()}
-    if model != "gpt2":
-        # SentencePiece's own defaults, which such files may leave out.
-        defaults = {"unk_token": _Type.UNKNOWN, "bos_token": _Type.CONTROL, "eos_token": _Type.CONTROL}
-        for (name, kind), i in zip(defaults.items(), range(3), strict=True):
-            if ids[name] is None and i < len(vocabulary.types) and vocabulary.types[i] == kind:
-                ids[name] = i
-    special = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
     set_bos_eos(
         backend,
         bos=special.get("bos_token"),
         eos=special.get("eos_token"),
-        add_bos=bool(metadata.get(_P + "add_bos_token", adds_bos)),
-        add_eos=bool(metadata.get(_P + "add_eos_token", False)),
+        add_bos=metadata.get(_P + "add_bos_token", adds_bos and "bos_token" in special),
+        add_eos=metadata.get(_P + "add_eos_token", False),
         where="GGUF metadata",
     )
     return Tokenizer(
@@ -116,6 +104,11 @@ class _Vocabulary:
         while size and types[size - 1] == _Type.UNUSED:
             size -= 1
         self.tokens = tokens[:size]
+        try:
+            "".join(self.tokens).encode()
+        except UnicodeEncodeError as e:
+            i = next(i for i, t in enumerate(self.tokens) if e.object[e.start] in t)
+            raise TextError(f"{_P}tokens[{i}] is {self.tokens[i]!r}, not valid UTF-8; convert the model again") from e
         self.ids = {t: i for i, t in enumerate(self.tokens)}
         if len(self.ids) < size:
             i, token = next((i, t) for i, t in enumerate(self.tokens) if self.ids[t] != i)
@@ -169,14 +162,26 @@ class _Vocabulary:
         ]
 
     def special_id(self, name: str) -> int | None:
-        """`tokenizer.ggml.<name>_token_id`, None where the file has none."""
+        """`tokenizer.ggml.<name>_token_id`, None where the file has none or means a made-up token."""
         key = f"{_P}{name}_token_id"
         value = self.metadata.get(key)
         if value is None:
             return None
-        if not 0 <= int(value) < len(self.tokens):
-            raise TextError(f"{key} is {value}, but there are {len(self.tokens)} tokens; convert the model again")
-        return int(value)
+        if not isinstance(value, int) or not 0 <= value < len(self.types):
+            raise TextError(f"{key} is {value!r}, but there are {len(self.types)} tokens; convert the model again")
+        return value if value < len(self.tokens) else None
+
+    def special_tokens(self) -> dict[str, str]:
+        """The named tokens, under the names that templates use."""
+        names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        ids = {name: self.special_id(key) for name, key in names.items()}
+        return {name: self.tokens[i] for name, i in ids.items() if i is not None}
+
+    def sentencepiece_defaults(self) -> dict[str, str]:
+        """SentencePiece's usual first three tokens, which files need not name."""
+        usual = (("unk_token", _Type.UNKNOWN), ("bos_token", _Type.CONTROL), ("eos_token", _Type.CONTROL))
+        found = zip(usual, self.tokens, self.types, strict=False)
+        return {name: token for (name, kind), token, actual in found if actual == kind}
 
     def end_ids(self) -> set[int]:
         """Ids that end a generation: those the file names, and tokens that can mean nothing else."""
@@ -208,15 +213,11 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> tokenizers.Tokeni
     return backend
 
 
-def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> tokenizers.Tokenizer:
-    unknown = vocabulary.special_id("unknown") or 0
-    model = models.BPE(
-        vocabulary.ids,
-        merges,
-        unk_token=vocabulary.tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=_Type.BYTE in vocabulary.types,
-    )
+def _sentencepiece(
+    vocabulary: _Vocabulary, merges: list[tuple[str, str]], unknown: str | None, *, prefix: bool
+) -> tokenizers.Tokenizer:
+    has_bytes = _Type.BYTE in vocabulary.types
+    model = models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     backend = tokenizers.Tokenizer(model)
     spaces = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
@@ -228,5 +229,8 @@ def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, pr
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """`tokenizer.chat_template`, and further ones as `tokenizer.chat_template.<name>`."""
     key = "tokenizer.chat_template"
-    named = {k.removeprefix(key + "."): v for k, v in metadata.items() if k.startswith(key + ".")}
-    return named | ({"default": metadata[key]} if key in metadata else {})
+    found = {k: v for k, v in metadata.items() if k == key or k.startswith(key + ".")}
+    for k, v in found.items():
+        if not isinstance(v, str):
+            raise TextError(f"{k} is a {type(v).__name__}, not a string; convert the model again")
+    return {k.removeprefix(key).removeprefix(".") or "default": v for k, v in found.items()}

@@ -63,13 +63,15 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
         where=str(folder / "tokenizer_config.json"),
     )
     model_config = _read(folder / "config.json")
-    model_config = model_config | (model_config.get("text_config") or {})
+    if isinstance(inner := model_config.get("text_config"), dict):  # models that also see or hear
+        model_config = model_config | inner
+    sizes = (model_config.get("vocab_size"), config.get("padded_vocab_size"))
     return Tokenizer(
         backend,
         special_tokens=special,
         eos_ids=_eos_ids(folder, config, model_config),
         chat_templates=_chat_templates(folder, config),
-        padded_size=max(int(model_config.get("vocab_size") or 0), int(config.get("padded_vocab_size") or 0)),
+        padded_size=max(n for n in (0, *sizes) if isinstance(n, int)),
     )
 
 

@@ -93,21 +93,17 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special: bool, allow_special: bool, removing: str | None = None) -> list[int]:
         """`removing` is a mark that is deleted from the text after special tokens have been split off."""
-        try:
-            with self._lock:
-                self._backend.encode_special_tokens = not allow_special
-                if removing is None:
-                    return self._backend.encode(text, add_special_tokens=add_special).ids
-                steps = [normalizers.Replace(removing, "")] + ([self._normalizer] if self._normalizer else [])
-                self._backend.normalizer = normalizers.Sequence(steps)
-                try:
-                    return self._backend.encode(text, add_special_tokens=add_special).ids
-                finally:
-                    self._backend.normalizer = self._normalizer
-        except UnicodeEncodeError as e:
-            raise TextError(
-                f"prompt, character {e.start}: {text[e.start]!r} is half a surrogate pair; give valid Unicode"
-            ) from e
+        _check_unicode(text)
+        with self._lock:
+            self._backend.encode_special_tokens = not allow_special
+            if removing is None:
+                return self._backend.encode(text, add_special_tokens=add_special).ids
+            steps = [normalizers.Replace(removing, "")] + ([self._normalizer] if self._normalizer else [])
+            self._backend.normalizer = normalizers.Sequence(steps)
+            try:
+                return self._backend.encode(text, add_special_tokens=add_special).ids
+            finally:
+                self._backend.normalizer = self._normalizer
 
     def _spell_out(self, ids: list[int]) -> list[int]:
         """`ids` with every control token replaced by tokens for its characters.
@@ -237,6 +233,14 @@ class Tokenizer:
         _write(folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=2))
         if names == {"default"}:
             _write(folder / "chat_template.jinja", self.chat_templates["default"])
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        half = text[e.start]
+        raise TextError(f"prompt, character {e.start}: {half!r} is half a surrogate pair; give valid Unicode") from e
 
 
 def _write(path: Path, text: str) -> None:
