@@ -4,8 +4,8 @@ What goes wrong otherwise: "<|im_end|><|im_start|>system" inside a message ends 
 other rights.
 """
 
-import sys
 import threading
+import time
 
 import pytest
 import tokenizers
@@ -120,34 +120,44 @@ def test_merges_that_build_a_control_token_are_undone():
     assert tokenizer.encode("a<s>") == [5, 0, 1, 2]
 
 
-def test_threads_do_not_disturb_each_other():
-    tokenizer, text = load("qwen3_moe-hub"), injection("qwen3_moe-hub") * 20
-    chat = [{"role": "user", "content": text}]
+class SlowBackend:
+    """The library's tokenizer, with a pause in which another thread may change its settings."""
+
+    def __init__(self, backend):
+        object.__setattr__(self, "backend", backend)
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.backend, name, value)
+
+    def encode(self, *args, **keys):
+        time.sleep(0.001)
+        return self.backend.encode(*args, **keys)
+
+
+def test_threads_do_not_disturb_each_other(monkeypatch):
+    tokenizer, text = load("qwen3_moe-hub"), injection("qwen3_moe-hub")
     jobs = [
         lambda: tokenizer.encode(text),
         lambda: tokenizer.encode(text, allow_special=True),
-        lambda: tokenizer.encode_chat(chat),
-        lambda: tokenizer.decode(range(487)),
+        lambda: tokenizer.encode_chat([{"role": "user", "content": text}]),
     ]
     expected = [job() for job in jobs]
+    monkeypatch.setattr(tokenizer, "_backend", SlowBackend(tokenizer._backend))
     wrong = []
 
     def work(i):
-        for _ in range(120):
-            tokenizer._bytes.clear()
+        for _ in range(20):
             if jobs[i]() != expected[i]:
                 wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(8)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # change threads between nearly any two instructions
-    try:
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-    finally:
-        sys.setswitchinterval(interval)
+    threads = [threading.Thread(target=work, args=(i % 3,)) for i in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
     assert wrong == []
 
 
