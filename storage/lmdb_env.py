@@ -108,7 +108,7 @@ class LmdbEnv:
             except _Full as error:
                 self._grow(error)
 
-    def _grow(self, full: Exception) -> None:
+    def _grow(self, full: StoreError) -> None:
         size = 2 * self._env.info()["map_size"]
         try:
             self._resize(size)
@@ -128,12 +128,15 @@ class LmdbEnv:
             self._env.close()
 
 
-class _Resized(Exception):
+class _Resized(StoreError):
     """Another process has grown the file beyond this map."""
 
 
-class _Full(Exception):
+class _Full(StoreError):
     """The map has no room for the change."""
+
+
+_KINDS: dict[type, type[StoreError]] = {lmdb.MapResizedError: _Resized, lmdb.MapFullError: _Full}
 
 
 @contextmanager
@@ -141,18 +144,16 @@ def translated_lmdb(path: Path) -> Iterator[None]:
     """Raise LMDB's errors as StoreErrors that name the environment and the remedy, keeping the cause."""
     try:
         yield
-    except lmdb.MapResizedError as error:
-        raise _Resized from error
-    except lmdb.MapFullError as error:
-        raise _Full from error
     except (lmdb.Error, OSError) as error:
-        raise StoreError(f"{path}: {error}: {_remedy(error)}") from error
+        raise _KINDS.get(type(error), StoreError)(f"{path}: {error}: {_remedy(error)}") from error
 
 
 def _remedy(error: BaseException) -> str:
     text = str(error)
     if "No space left" in text or "quota" in text or "File too large" in text:
         return "free disk space (or raise the quota or file size limit), then run the same command again"
+    if "Input/output error" in text:  # LMDB's answer to a short write, too
+        return "the disk is full or failing: free disk space or check it, then run the same command again"
     if "already open" in text:
         return "close the other store first"
     if isinstance(error, lmdb.ReadersFullError):
