@@ -86,6 +86,7 @@ class Q6_K(QuantFormat):
     def moves(self, block: int) -> list[Move]:
         return [
             Move(208, 0, 2),
+            Move(208, 32, 2, lambda w: w & 0),  # padding: equal weights must give equal bytes
             *(Move(192 + j, 64 + 16 * j, 1) for j in range(16)),
             *(Move(4 * j, 320 + 64 * j, 4) for j in range(32)),
             *(Move(128 + 4 * j, 2368 + 64 * j, 4) for j in range(16)),
