@@ -68,10 +68,11 @@ class Int8(Activations):
     name, token_nbytes = "int8", 48
 
     def pack(self, k: Fn, x: list[Val], block: Val, tokens: int, t: Val | int) -> None:
-        largest = x[0].abs()
+        # compared as integers, where NaN is the largest: it must reach the scale, not be rounded to some number
+        largest = x[0].abs().bits(vec(i32, x[0].lanes))
         for v in x[1:]:
-            largest = largest.max(v.abs())
-        amax = largest.hmax()
+            largest = largest.max(v.abs().bits(largest.t))
+        amax = largest.hmax().bits(f32)
         tiny = amax < 1e-30  # 127/amax would overflow; such a block is zero for every purpose
         inverse = tiny.select(k.zero(f32), k.const(f32, 127.0) / amax)
         d = tiny.select(k.zero(f32), amax * (1.0 / 127.0))
