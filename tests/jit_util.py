@@ -194,7 +194,7 @@ def pack_tokens(
 
 
 def int8_blocks(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int8 q [T, blocks, 32], float32 d [T, blocks]): q = round(x·127/max|x|), d = max|x|/127; tiny blocks are zero."""
+    """(int8 q [T, blocks, 32], float32 d [T, blocks]): q = round(x·127/max|x|), d = max|x|/127; tiny blocks: 0."""
     padded = np.zeros((len(x), -(-x.shape[1] // 32) * 32), np.float32)
     padded[:, : x.shape[1]] = x
     blocks = padded.reshape(len(x), -1, 32)

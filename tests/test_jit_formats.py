@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from colibri_offload.errors import UnsupportedError
 from colibri_offload.jit.formats import FORMATS, get_format
 from jit_util import GOLDEN, dequantize, gather_rows, kernels, pack_weights, random_rows
+
+from colibri_offload.errors import UnsupportedError
 
 golden = np.load(GOLDEN)
 
@@ -103,9 +104,8 @@ def test_bf16_keeps_nan_and_infinity() -> None:
 def test_every_half_is_loaded_exactly() -> None:
     """All 65,536 halves, subnormals, infinities and NaNs included."""
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(32, 2048)
-    got = gather_rows(
-        kernels(), FORMATS["F16"], pack_weights(kernels(), FORMATS["F16"], halves.view(np.uint8), 2048), np.arange(32), 2048
-    )
+    packed = pack_weights(kernels(), FORMATS["F16"], halves.view(np.uint8), 2048)
+    got = gather_rows(kernels(), FORMATS["F16"], packed, np.arange(32), 2048)
     assert np.array_equal(got, halves.astype(np.float32), equal_nan=True)
 
 
@@ -117,5 +117,5 @@ def test_formats_without_a_quantiser_say_so() -> None:
 
 
 def test_unknown_formats_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="'IQ1_S'.*supported: F32"):
+    with pytest.raises(UnsupportedError, match=r"'IQ1_S'.*supported: F32"):
         get_format("IQ1_S")

@@ -77,7 +77,7 @@ def test_zeros_give_zero(name: str, mode: str) -> None:
 
 @every_kernel
 def test_huge_and_tiny_activations(name: str, mode: str) -> None:
-    """1e30 stays accurate and finite; 1e-38 does no harm: int8 makes it zero, float32 keeps it to its last subnormal bit."""
+    """1e30 stays accurate and finite; int8 makes 1e-38 zero, float32 keeps it to its last subnormal bit."""
     w = matrix(name)
     x = tokens_for(w, 3)
     huge = x * np.float32(1e30)
