@@ -61,6 +61,7 @@ class StoreWriter:
         with translated(str(self.path.parent)):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         recover(self.path)
+        self._drop_stale_journal()
         self._check_target(overwrite)
         self._open_partial(resume, overwrite)
         try:
@@ -71,6 +72,15 @@ class StoreWriter:
 
     # --- opening -----------------------------------------------------------------------------------------------
 
+    @property
+    def _journal_path(self) -> Path:
+        return self.partial.with_name(self.partial.name + ".journal")
+
+    def _drop_stale_journal(self) -> None:
+        """A kill between the publication and the journal's removal, or before the first directory, leaves it alone."""
+        if self._journal_path.exists() and not self.partial.exists():
+            Journal(self._journal_path).delete()
+
     def _check_target(self, overwrite: bool) -> None:
         if not self.path.exists() or is_empty_directory(self.path):
             return
@@ -80,13 +90,12 @@ class StoreWriter:
             raise StoreError(f"{self.path}: a store is already there: choose another --output or delete it")
 
     def _open_partial(self, resume: bool, overwrite: bool) -> None:
-        journal_path = self.partial.with_name(self.partial.name + ".journal")
-        if self.partial.exists() and not journal_path.exists():
+        if self.partial.exists() and not self._journal_path.exists():
             raise StoreError(f"{self.partial}: exists but has no journal, so it is no conversion: move it away")
         unfinished = self.partial.exists()
         if unfinished and not resume and not overwrite:
             raise StoreError(f"{self.partial}: an unfinished conversion: continue it with --resume, or delete it")
-        self._journal = Journal(journal_path)
+        self._journal = Journal(self._journal_path)
         try:
             if not (unfinished and resume and self._journal.entries):
                 self._start()
