@@ -52,7 +52,7 @@ class BlockTable:
     """
 
     def __init__(self, slots: int, experts_per_layer: Mapping[int, int], policy: EvictionPolicy, floor: int) -> None:
-        self._free = list(reversed(range(slots)))
+        self._slots, self._free = slots, list(reversed(range(slots)))
         self._experts = dict(experts_per_layer)
         self._layers: dict[int, dict[int, Block]] = {layer: {} for layer in experts_per_layer}
         self._policy = policy
@@ -60,6 +60,11 @@ class BlockTable:
         self._floor = min(floor, slots // max(1, len(self._layers)))
         self._ordinary = VictimQueue(self._layers, policy.rank)
         self._expected = VictimQueue(self._layers, policy.rank)
+
+    @property
+    def count(self) -> int:
+        """Blocks that have a slot, resident or in flight."""
+        return self._slots - len(self._free)
 
     def find(self, key: ExpertKey) -> Block | None:
         return self._layers[key.layer].get(key.expert)

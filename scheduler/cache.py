@@ -81,6 +81,11 @@ class ExpertCache:
         """
         return ExpertStream(self, layer, experts)
 
+    @property
+    def block_count(self) -> int:
+        """Blocks that are resident or on their way."""
+        return self._blocks.count
+
     def resident_slot(self, key: ExpertKey) -> int | None:
         """The slot of a block that is resident now. Without a lease it may be evicted at any time."""
         with self._lock:

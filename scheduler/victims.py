@@ -54,8 +54,6 @@ class VictimQueue:
                 heapq.heappop(heap)
             elif rank < (current := self._rank(key)):
                 heapq.heapreplace(heap, (current, key))
-            elif rank > current:  # the fall was offered as an entry of its own
-                heapq.heappop(heap)
-            else:
+            else:  # not above the current rank: a fall was offered as an entry of its own, which surfaces first
                 return heap[0]
         return None

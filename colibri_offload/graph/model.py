@@ -1,0 +1,169 @@
+"""The whole forward pass: embedding, layers, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from colibri_offload.errors import NumericsError
+from colibri_offload.families.spec import Attention, ModelSpec
+from colibri_offload.graph.attention import build_attention, build_latent_attention, kv_dims
+from colibri_offload.graph.context import Context
+from colibri_offload.graph.ffn import FeedForward
+from colibri_offload.graph.guess import Guesser
+from colibri_offload.graph.layout import MatrixLayout
+from colibri_offload.graph.memory import KvCache, Region
+from colibri_offload.graph.ops import Builder, Packed
+from colibri_offload.graph.resident import Resident
+from colibri_offload.graph.source import ModelSource
+from colibri_offload.graph.step import LOGIT_ROWS, Part, Step, ropes, stride
+from colibri_offload.jit.kernels import Kernels
+from colibri_offload.jit.kernels.activations import activations_for
+from colibri_offload.jit.kernels.attention import kv_page_nbytes
+from colibri_offload.jit.kernels.rows import GatherRows
+from colibri_offload.jit.pool import WorkerPool
+from colibri_offload.scheduler.cache import ExpertCache
+
+
+def kv_offsets(spec: ModelSpec, kv_type: str) -> tuple[tuple[int, ...], int]:
+    """Where each layer's part of a KV page starts, and the size of a page."""
+    offsets, at = [], 0
+    for layer in spec.layers:
+        offsets.append(at)
+        at += kv_page_nbytes(*kv_dims(layer.mixer), kv_type)
+    return tuple(offsets), at
+
+
+@dataclass
+class Routing:
+    """What a forward pass routed: per layer int32 [T, K] and float32 [T, K], best first."""
+
+    topk_ids: dict[int, np.ndarray] = field(default_factory=dict)
+    topk_weights: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def add(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
+        for store, new in ((self.topk_ids, ids), (self.topk_weights, weights)):
+            old = store.get(layer)
+            store[layer] = new.copy() if old is None else np.concatenate([old, new])
+
+
+class Model:
+    """A model ready to compute. Used by one thread at a time; it owns nothing it was given."""
+
+    def __init__(
+        self, source: ModelSource, kernels: Kernels, pool: WorkerPool, resident: Resident, workspace: Region, kv: KvCache,
+        cache: ExpertCache | None, slot_addresses: np.ndarray, *, mode: str, kv_type: str, tokens: int,
+        guesser: Guesser | None,
+    ):  # fmt: skip
+        self.spec, self.kv, self.cache, self._guesser = source.spec, kv, cache, guesser
+        self.step = Step(source, workspace, tokens)
+        self.routing: Routing | None = None
+        offsets, _ = kv_offsets(source.spec, kv_type)
+        c = Context(kernels, pool, resident, workspace, self.step, mode, kv_type, offsets)
+        self._c = c
+        self._embed = self._build_embed()
+        self._layers: list[tuple[Builder, FeedForward]] = []
+        all_ropes = ropes(source.spec)
+        for i, layer in enumerate(source.spec.layers):
+            front = c.builder()
+            args = (c, front, i)
+            if isinstance(layer.mixer, Attention):
+                build_attention(*args, layer.mixer, layer.input_norm, source.spec.hidden, all_ropes)
+            else:
+                build_latent_attention(*args, layer.mixer, layer.input_norm, source.spec.hidden, all_ropes)
+            ffn = FeedForward(c, source, i, slot_addresses)
+            ffn.add_front(front)
+            if guesser:
+                guesser.add(c, front, i)
+            self._layers.append((front.seal(), ffn))
+        self._head = self._build_head()
+
+    def _build_embed(self) -> Builder:
+        c, m = self._c, self._c.resident.matrix("embed")
+        b = c.builder()
+        b.stage()
+        b.add(
+            c.kernels.gather_rows(m.layout.fmt), GatherRows, lambda n: n,
+            w=m.address, ids=c.workspace["ids"], out=c.step.hidden.address, steps=m.layout.steps, columns=m.layout.cols,
+            out_stride=c.step.hidden.stride,
+        )  # fmt: skip
+        return b.seal()
+
+    def _build_head(self) -> Builder:
+        """Logits of the rows that step.index names (the first LOGIT_ROWS of them at a time)."""
+        c, spec = self._c, self.spec
+        m = c.resident.matrix("embed" if spec.tied else "head")
+        assert isinstance(m.layout, MatrixLayout)
+        b = c.builder()
+        x = Packed(c.workspace["final"], activations_for(m.layout.fmt, c.mode), spec.hidden)
+        b.stage()
+        b.pack(
+            c.step.hidden, x, columns=spec.hidden, weight=c.resident.vector("final_norm"), eps=spec.final_norm.eps,
+            index=c.workspace["index"],
+        )  # fmt: skip
+        b.stage()
+        b.matmul(m, x, c.rows("logits", spec.vocab))
+        return b.seal()
+
+    def forward(self, parts: list[Part]) -> np.ndarray:
+        """Compute the new tokens of every part and return float32 [Σ part.logits, V]. The KV cache advances.
+
+        Raises: NumericsError naming the layer when logits are not finite; UsageError beyond the context; StoreError.
+        """
+        step = self.step
+        step.fill(parts)
+        self._run_layers(None)
+        logits = self._logits()
+        if not np.isfinite(logits).all():
+            self._explain()
+        step.advance(parts)
+        return logits
+
+    def _run_layers(self, check: Callable[[int], None] | None) -> None:
+        n = self.step.n
+        self._embed.run(n)
+        for i, (front, ffn) in enumerate(self._layers):
+            front.run(n)
+            if ffn.moe and (self.routing or self._guesser):
+                ids, weights = ffn.topk(n)
+                if self.routing is not None:
+                    self.routing.add(i, ids, weights)
+                if self._guesser:
+                    self._guesser.observe(i, n, ids)
+            ffn.run(n, self.cache, lambda i=i: self._start_guesses(i))  # type: ignore[misc]
+            if check:
+                check(i)
+
+    def _start_guesses(self, layer: int) -> None:
+        if self._guesser:
+            self._guesser.prefetch(layer, self.step.n)
+
+    def _logits(self) -> np.ndarray:
+        count, vocab, index = self.step.logit_count, self.spec.vocab, self.step.index
+        out = np.empty((count, vocab), np.float32)
+        rows = self._c.workspace.array("logits", (LOGIT_ROWS, stride(vocab) // 4), np.float32)
+        wanted = index[:count].copy()
+        for start in range(0, count, LOGIT_ROWS):
+            some = wanted[start : start + LOGIT_ROWS]
+            index[: len(some)] = some
+            self._head.run(len(some))
+            out[start : start + len(some)] = rows[: len(some), :vocab]
+        return out
+
+    def _explain(self) -> None:
+        """Compute the step again and name the first layer whose result is not finite."""
+        columns = stride(self.spec.hidden) // 4
+        hidden = self._c.workspace.array("hidden", (self.step.n, columns), np.float32)[:, : self.spec.hidden]
+
+        def check(layer: int) -> None:
+            if not np.isfinite(hidden).all():
+                raise NumericsError(
+                    f"layer {layer} produced NaN or Inf; the weights are damaged (run `colibri verify`) "
+                    "or the format is too coarse: try --activations float32"
+                )
+
+        self.routing = None
+        self._run_layers(check)
+        raise NumericsError("the head produced NaN or Inf; run `colibri verify`, or try --activations float32")
