@@ -1,4 +1,4 @@
-"""Real implementations of the cache's Reader over blocks made up from their key: one with threads, one stepped by hand."""
+"""Real readers over blocks that are made up from their key: one stepped by hand, one with threads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SteppedReader:
 
 
 class ThreadedReader:
-    """Threads that fill a buffer in two halves with a pause between; demand first. `error_of(key, nth read)` may fail it."""
+    """Threads fill a buffer in two halves with a pause between; demand first. `error_of(key, nth read)` may fail it."""
 
     def __init__(
         self,

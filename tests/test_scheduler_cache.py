@@ -123,8 +123,26 @@ def test_floor_never_blocks_a_demand():
 
 def test_a_floor_beyond_the_slots_is_lowered():
     rig = Rig(3, floor=100)
-    rig.load(K(0, 0), K(0, 1), K(0, 2), K(1, 0), K(2, 0))
+    rig.load(K(0, 0), K(0, 1), K(0, 2))
+    assert rig.cache.prefetch([K(1, 0), K(2, 0), K(2, 1)]) == 2, "each layer keeps one"
+    rig.reader.finish(*rig.reader.queued)
     assert rig.resident() == {K(0, 2), K(1, 0), K(2, 0)}
+
+
+def test_a_large_stream_makes_do_with_its_own_slots_rather_than_take_protected_ones():
+    rig = Rig(6, floor=1)
+    rig.load(K(0, 0), K(1, 0), *[K(2, e) for e in range(2)])
+    rig.cache.prefetch([K(1, 3), K(1, 4)])
+    rig.reader.finish(K(1, 3), K(1, 4))
+    seen = []
+    with rig.cache.stream(2, range(2, 8)) as batches:
+        assert len(rig.reader.queued) == 3, "two blocks of its own layer, and one that nothing protects"
+        rig.reader.finish(*rig.reader.queued)
+        for batch in batches:
+            seen += [expert for expert, _ in batch]
+            threading.Timer(0.02, lambda: rig.reader.finish(*rig.reader.queued)).start()
+    assert sorted(seen) == [2, 3, 4, 5, 6, 7]
+    assert {K(0, 0), K(1, 3), K(1, 4)} < rig.resident()
 
 
 def test_prefetched_block_in_flight_is_promoted_not_read_again():
@@ -154,6 +172,15 @@ def test_prefetch_accounts_used_and_wasted_bytes_at_the_layers_next_pass():
     assert rig.cache.stats.prefetch_bytes_wasted == 2 * MEDIUM_BYTES, "it could not be cancelled any more"
     rig.load(K(1, 1))
     assert rig.cache.stats.prefetch_bytes_used == MEDIUM_BYTES, "the first verdict stands"
+
+
+def test_a_wrong_guess_that_is_still_in_flight_when_it_is_needed_stays_wrong_but_is_not_read_again():
+    rig = Rig(8)
+    rig.cache.prefetch([K(1, 2)])
+    rig.reader.begin(K(1, 2))
+    rig.load(K(1, 0), K(1, 2))
+    assert rig.reader.reads[K(1, 2)] == 1
+    assert rig.cache.stats.prefetch_bytes_wasted == MEDIUM_BYTES
 
 
 def test_wrong_guesses_that_have_not_begun_are_cancelled_by_their_layers_pass():
@@ -246,7 +273,22 @@ def test_prefetch_starts_nothing_while_a_stream_lacks_slots():
     assert rig.cache.prefetch([K(1, 0)]) == 1
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), CorruptRecordError("layer 0 expert 2: bad checksum")])
+def test_prefetch_leaves_a_slot_that_a_stream_waits_for():
+    rig = Rig(2)
+    rig.load(K(1, 0))
+    with rig.cache.stream(1, [0]) as other:
+        next(other)
+        stream = rig.cache.stream(0, [0, 1])
+        batches = stream.__enter__()
+        assert set(rig.reader.queued) == {K(0, 0)}
+    assert rig.cache.prefetch([K(2, 0)]) == 0, "the slot that the other stream gave back is asked for"
+    rig.reader.finish(K(0, 0))
+    next(batches)
+    assert set(rig.reader.queued) == {K(0, 1)}
+    stream.__exit__()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), CorruptRecordError("layer 0 expert 2: bad CRC")])
 def test_failed_read_surfaces_frees_its_slot_and_leaves_the_others_alone(error):
     rig = Rig(3)
     with rig.cache.stream(0, [1, 2, 3]) as batches:
@@ -265,7 +307,7 @@ def test_submit_that_raises_is_a_failed_read(monkeypatch):
     rig = Rig(1)
     monkeypatch.setattr(rig.reader, "submit", lambda *_: (_ for _ in ()).throw(OSError("reader stopped")))
     with rig.cache.stream(0, [1]) as batches:
-        with pytest.raises(StoreError, match="layer 0 expert 1.*reader stopped"):
+        with pytest.raises(StoreError, match=r"layer 0 expert 1.*reader stopped"):
             list(batches)
     monkeypatch.undo()
     rig.load(K(0, 1))
@@ -294,7 +336,7 @@ def test_waiting_for_a_read_ends_with_an_error_and_the_block_is_not_lost():
 def test_waiting_for_a_slot_that_another_stream_holds():
     rig = Rig(1)
     rig.load(K(0, 0))
-    got = []
+    got: list[int] = []
 
     def other() -> None:
         with rig.cache.stream(1, [1]) as batches:
@@ -386,6 +428,28 @@ def test_close_ends_the_wait_of_another_thread():
     assert len(raised) == 1
 
 
+def test_close_ends_the_wait_for_a_slot():
+    rig = Rig(1)
+    rig.load(K(0, 0))
+    raised = []
+
+    def other() -> None:
+        try:
+            with rig.cache.stream(1, [1]) as batches:
+                list(batches)
+        except StoreError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=other)
+    with rig.cache.stream(0, [0]) as batches:
+        next(batches)
+        thread.start()
+        time.sleep(0.02)
+        rig.cache.close()
+        thread.join(2)
+    assert len(raised) == 1 and "closed" in raised[0]
+
+
 def test_constructor_refuses_what_cannot_work():
     with pytest.raises(UsageError, match="--expert-cache"):
         Rig(0)
@@ -414,7 +478,7 @@ def test_stats_subtract():
 
 
 def test_hits_are_cheap():
-    """Eight resident experts cost a few dictionary look-ups: 6 µs where this was written; a wait or a copy costs more."""
+    """Eight resident experts cost a few dictionary look-ups, 6 µs where this was written; a wait costs far more."""
     rig = Rig(16)
     rig.load(*[K(0, e) for e in range(8)])
     experts = list(range(8))
