@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import llvmlite.ir as ir
 
 from colibri_offload.errors import JitError
 from colibri_offload.jit.targets import Target
+
+DIGEST_NBYTES = 32
 
 
 @cache
@@ -27,34 +30,54 @@ def source_digest() -> str:
 
 
 def default_cache_dir() -> Path:
-    """COLIBRI_CACHE, else $XDG_CACHE_HOME/colibri-offload, else ~/.cache/colibri-offload."""
+    """COLIBRI_CACHE, else $XDG_CACHE_HOME/colibri-offload, else ~/.cache/colibri-offload.
+
+    For a user without a home it is a directory that cannot be made: nothing is cached.
+    """
     root = os.environ.get("COLIBRI_CACHE")
     if root:
         return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri-offload"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri-offload"
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 class ObjectCache:
-    """Compiled objects by key. A cache that cannot be written (read-only home) is silently no cache."""
+    """Compiled objects by key, each behind a digest of key and object.
+
+    A file that a crash, a full disk or anything else has damaged is ignored and written anew, never run.
+    A cache that cannot be written (read-only home) is silently no cache.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory / "objects"
 
     def get(self, key: str) -> bytes | None:
         try:
-            return (self.directory / f"{key}.o").read_bytes()
+            data = (self.directory / f"{key}.o").read_bytes()
         except OSError:
             return None
+        digest, found = data[:DIGEST_NBYTES], data[DIGEST_NBYTES:]
+        return found if digest == _digest(key, found) else None
 
     def put(self, key: str, data: bytes) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             fd, name = tempfile.mkstemp(dir=self.directory)
-            with os.fdopen(fd, "wb") as f:
-                f.write(data)
-            os.replace(name, self.directory / f"{key}.o")
         except OSError:
             return
+        try:  # no fsync: what a power cut leaves of the file fails its digest
+            with os.fdopen(fd, "wb") as f:
+                f.write(_digest(key, data) + data)
+            os.replace(name, self.directory / f"{key}.o")
+        except OSError:
+            with suppress(OSError):
+                os.unlink(name)
+
+
+def _digest(key: str, data: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + data).digest()
 
 
 class Compiler:
@@ -89,7 +112,7 @@ class Compiler:
             m = llvm.parse_assembly(str(module))
             m.verify()
         except RuntimeError as e:
-            raise JitError(f"kernel module {module.name}: {e}") from e
+            raise JitError(f"kernel module {module.name}: {' '.join(str(e).split())}") from e
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
         builder = llvm.create_pass_builder(self._machine, options)

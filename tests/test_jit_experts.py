@@ -247,14 +247,17 @@ def test_combine(ranks: int, with_shared: str) -> None:
     if with_shared != "none":
         factor = 1 / (1 + np.exp(-gate[:, :1].astype(np.float64))) if with_shared == "gated" else 1
         want = want + factor * shared
-    fields: dict[str, Any] = {"shared": None if with_shared == "none" else shared, "gate": gate if with_shared == "gated" else None}
-    got = combine(x, y, weights, **fields)
+    fields = {
+        "shared": None if with_shared == "none" else shared,
+        "gate": gate if with_shared == "gated" else None,
+    }
+    got = combine(x, y, weights, fields["shared"], fields["gate"])
     assert error(got, want) < 1e-6
     for chunk in (16, 48, 112):
-        assert np.array_equal(combine(x, y, weights, chunk=chunk, **fields), got)
+        assert np.array_equal(combine(x, y, weights, fields["shared"], fields["gate"], chunk), got)
     for t in range(5):
         rows = slice(t * ranks, (t + 1) * ranks) if ranks else slice(0, 1)
-        one = {n: None if v is None else v[t : t + 1] for n, v in fields.items()}
+        one: dict[str, Any] = {n: None if v is None else v[t : t + 1] for n, v in fields.items()}
         assert np.array_equal(combine(x[t : t + 1], y[rows], weights[t : t + 1], **one)[0], got[t])
 
 
