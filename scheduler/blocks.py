@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 
+from colibri_offload.scheduler.floors import layer_floors
 from colibri_offload.scheduler.policies import EvictionPolicy
 from colibri_offload.scheduler.victims import VictimQueue
 from colibri_offload.storage.base import ExpertKey
@@ -48,7 +49,7 @@ class Claim(IntEnum):
 class BlockTable:
     """Slots 0 … slots−1 and the blocks in them. The caller holds a lock around every call.
 
-    `experts_per_layer`: layer → number of experts. `floor`: blocks per layer that other layers may not take.
+    `experts_per_layer`: layer → number of experts. `floor`: see floors.py.
     """
 
     def __init__(self, slots: int, experts_per_layer: Mapping[int, int], policy: EvictionPolicy, floor: int) -> None:
@@ -56,8 +57,7 @@ class BlockTable:
         self._experts = dict(experts_per_layer)
         self._layers: dict[int, dict[int, Block]] = {layer: {} for layer in experts_per_layer}
         self._policy = policy
-        # A floor that the slots cannot give to every layer would leave the last layers with nothing to take from.
-        self._floor = min(floor, slots // max(1, len(self._layers)))
+        self._floors = layer_floors(slots, experts_per_layer, floor)
         self._ordinary = VictimQueue(self._layers, policy.rank)
         self._expected = VictimQueue(self._layers, policy.rank)
 
@@ -157,7 +157,7 @@ class BlockTable:
         return victim
 
     def _may_lose(self, newcomer: int, layer: int) -> bool:
-        return layer == newcomer or len(self._layers[layer]) > self._floor
+        return layer == newcomer or len(self._layers[layer]) > self._floors[layer]
 
     def _take(self, queue: VictimQueue, may_lose: Callable[[int], bool]) -> Block | None:
         """The first block in a queue without a lease. Those with one leave it; their release brings them back."""

@@ -36,7 +36,8 @@ class ExpertCache:
     slots: writable buffers, by slot id. The caller keeps them until close() has returned.
     experts_per_layer: layer → number of experts.
     policy: a name (see policies/) or a policy.
-    floor: blocks per layer that other layers may not take while there is another victim.
+    floor: blocks per layer that other layers may not take while there is another victim; top-k is a good choice. Fewer
+        where the slots do not suffice: see floors.py.
     prefetch_limit: prefetches in flight at once; twice top-k is a good choice.
     timeout_sec: the longest wait for one block.
     Raises: UsageError for an unknown policy or no slots.

@@ -17,8 +17,8 @@ class Reader(Protocol):
         The reader may write into `buffer` until the future is done. Demand reads overtake the others.
         """
 
-    def promote(self, future: Future[int]) -> None:
-        """Make a read that waits in the queue a demand read. Does nothing when it has started or is done."""
+    def promote(self, future: Future[int]) -> object:
+        """Make a read that waits in the queue a demand read. Without effect when it has started or is done."""
 
     def cancel(self, future: Future[int]) -> bool:
         """True: the read had not started, its future is cancelled and its buffer will not be written."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from colibri_offload.errors import UsageError
+from colibri_offload.scheduler.floors import layer_floors
 from colibri_offload.scheduler.policies import Belady, EvictionPolicy, make_policy
 from colibri_offload.scheduler.victims import VictimQueue
 from colibri_offload.storage.base import ExpertKey
@@ -28,7 +29,7 @@ def simulate(trace: Sequence[Sequence[ExpertKey]], capacity: int, policy_name: s
     keys = set(chain.from_iterable(steps))
     future = chain.from_iterable(steps)
     policy = Belady(future) if policy_name == OPTIMUM else make_policy(policy_name, len(keys))
-    cache = _SimulatedCache(policy, {key.layer for key in keys}, capacity, floor)
+    cache = _SimulatedCache(policy, Counter(key.layer for key in keys), capacity, floor)
     hits = sum(cache.step(step) for step in steps)
     return hits / max(1, sum(map(len, steps)))
 
@@ -36,12 +37,12 @@ def simulate(trace: Sequence[Sequence[ExpertKey]], capacity: int, policy_name: s
 class _SimulatedCache:
     """Which keys are cached; the rules of ExpertCache without slots, reads or threads."""
 
-    def __init__(self, policy: EvictionPolicy, layers: set[int], capacity: int, floor: int) -> None:
+    def __init__(self, policy: EvictionPolicy, experts_per_layer: Mapping[int, int], capacity: int, floor: int):
         self._policy, self._capacity = policy, capacity
-        self._floor = min(floor, capacity // max(1, len(layers)))
+        self._floors = layer_floors(capacity, experts_per_layer, floor)
         self._cached: Counter[int] = Counter()
         self._keys: set[ExpertKey] = set()
-        self._victims = VictimQueue(layers, policy.rank)
+        self._victims = VictimQueue(experts_per_layer, policy.rank)
 
     def step(self, keys: Sequence[ExpertKey]) -> int:
         """Number of hits."""
@@ -69,7 +70,7 @@ class _SimulatedCache:
             self._victims.offer(key)
 
     def _evict(self, layer: int) -> bool:
-        victim = self._victims.take(lambda other: other == layer or self._cached[other] > self._floor)
+        victim = self._victims.take(lambda other: other == layer or self._cached[other] > self._floors[other])
         if victim is None:
             victim = self._victims.take(lambda other: True)
         if victim is None:

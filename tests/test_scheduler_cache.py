@@ -122,11 +122,11 @@ def test_floor_never_blocks_a_demand():
 
 
 def test_a_floor_beyond_the_slots_is_lowered():
-    rig = Rig(3, floor=100)
-    rig.load(K(0, 0), K(0, 1), K(0, 2))
-    assert rig.cache.prefetch([K(1, 0), K(2, 0), K(2, 1)]) == 2, "each layer keeps one"
+    rig = Rig(11, floor=100)
+    rig.load(*[K(0, e) for e in range(8)], K(1, 0), K(1, 1), K(2, 0))
+    assert rig.cache.prefetch([K(1, e) for e in range(2, 7)] + [K(2, e) for e in range(1, 8)]) == 10
     rig.reader.finish(*rig.reader.queued)
-    assert rig.resident() == {K(0, 2), K(1, 0), K(2, 0)}
+    assert {key for key in rig.resident() if key.layer == 0} == {K(0, 7)}, "each layer keeps one, eight are shared"
 
 
 def test_a_large_stream_makes_do_with_its_own_slots_rather_than_take_protected_ones():
