@@ -251,7 +251,7 @@ class StoreSource(ModelSource):
                     "convert the model again"
                 )
             self.spec = spec_from_json(model["spec"])
-            self.residents = {n: layout_from_json(store.resident_meta(n)) for n in store.resident_names}
+            self.residents = {n: layout_from_json(store.resident_meta(n)) for n in store.resident_names()}
             self.expert_layouts = {int(i): ExpertLayout.from_json(d) for i, d in model["experts"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise StoreError(f"{path}: the manifest's model section is incomplete ({e}); convert the model again") from e
