@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import llvmlite.ir as ir
@@ -15,16 +16,18 @@ from colibri_offload.jit.kernels.router import RouterRule
 
 
 class Kernels:
-    """Addresses of specialised kernels, compiled once per process and cached on disk."""
+    """Addresses of specialised kernels, compiled once per process and cached on disk. Safe for several threads."""
 
     def __init__(self, compiler: Compiler):
         self.compiler, self.target = compiler, compiler.target
         self._addresses: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def _get(self, name: str, symbol: str, build: Callable[[ir.Module], None]) -> int:
-        if name not in self._addresses:
-            (self._addresses[name],) = self.compiler.link(name, build, symbol)
-        return self._addresses[name]
+        with self._lock:  # several reader threads may want to pack the first blocks of a format at once
+            if name not in self._addresses:
+                (self._addresses[name],) = self.compiler.link(name, build, symbol)
+            return self._addresses[name]
 
     def matmul(self, fmt: Format, act: Activations) -> int:
         return self._get(
