@@ -47,10 +47,10 @@ def emit_pool(module: ir.Module, compiler: Compiler) -> None:
     """worker_loop(ctx), run_program(ctx, stages, n, ops), and nothing(args, task)."""
     target = compiler.target
     syscall = ir.Function(module, ir.FunctionType(i64, [i64], var_arg=True), "syscall")
-    machine = os.uname().machine
+    number = _SYS_FUTEX.get(os.uname().machine, -1)  # without one there are no workers and nothing sleeps
 
     def futex(k: Fn, address: Val, operation: int, value: Val) -> None:
-        args = [const(i64, _SYS_FUTEX[machine]), address.v, const(i64, operation), value.zext(i64).v, const(i64, 0)]
+        args = [const(i64, number), address.v, const(i64, operation), value.zext(i64).v, const(i64, 0)]
         k.b.call(syscall, args)
 
     with Fn(module, target, "run_task", {"ops": ptr, "task": i64}, inline=True) as k:
@@ -133,6 +133,7 @@ class WorkerPool:
         if threads > 1 and os.uname().machine not in _SYS_FUTEX:
             raise UnsupportedError(f"no worker threads on {os.uname().machine}; use --threads 1")
         self.threads = threads
+        self._compiler = compiler  # owns the machine code that the workers run
         loop, program = compiler.link(
             "pool" + os.uname().machine, lambda m: emit_pool(m, compiler), "worker_loop", "run_program"
         )

@@ -87,6 +87,11 @@ class ExpertCache:
         """Blocks that are resident or on their way."""
         return self._blocks.count
 
+    def add_hits(self, count: int) -> None:
+        """Count blocks that were used without asking, by a caller who knows that all of them are resident for good."""
+        with self._lock:
+            self._counts["hits"] += count
+
     def resident_slot(self, key: ExpertKey) -> int | None:
         """The slot of a block that is resident now. Without a lease it may be evicted at any time."""
         with self._lock:

@@ -59,6 +59,10 @@ class ExpertRunner:
 
         b.counted(tasks)
 
+    @property
+    def segments_address(self) -> int:
+        return int(self._segments.ctypes.data)
+
     def set(
         self, records: Sequence[int], x: int | Sequence[int], first: Sequence[int], tokens: Sequence[int], rows: int
     ) -> None:

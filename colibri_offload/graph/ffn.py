@@ -15,7 +15,7 @@ from colibri_offload.graph.routed import PairTables
 from colibri_offload.graph.source import ModelSource
 from colibri_offload.graph.step import pair_capacity, stride
 from colibri_offload.jit.kernels.activations import FLOAT32, Activations
-from colibri_offload.jit.kernels.experts import Combine
+from colibri_offload.jit.kernels.experts import Combine, Resolve
 from colibri_offload.jit.kernels.router import Route, RouterRule
 from colibri_offload.scheduler.cache import ExpertCache
 
@@ -30,7 +30,7 @@ class FeedForward:
     """
 
     def __init__(self, c: Context, source: ModelSource, layer: int, slot_addresses: np.ndarray):
-        self._c, self._layer, self._slot_addresses = c, layer, slot_addresses
+        self._c, self._source, self._layer, self._slot_addresses = c, source, layer, slot_addresses
         spec: Layer = source.spec.layers[layer]
         ffn = spec.ffn
         self._norm_eps, self._hidden = spec.post_norm.eps, source.spec.hidden
@@ -40,24 +40,69 @@ class FeedForward:
         self._whole_address = 0
         self.streamed = self.moe is None and layer in source.expert_layouts
         if self.moe:
-            self.routed = ExpertRunner(
-                c, source.expert_layouts[layer], ffn.activation, h="pair_h", y="pair_y", max_segments=self.moe.experts
-            )
+            self.routed = self._routed_runner()
             self._pairs = PairTables(
                 c, self._hidden, self.routed.x_act, pair_capacity(source, c.step.capacity, ffn)
             )
-        if self.streamed:
-            self.whole = ExpertRunner(
-                c, source.expert_layouts[layer], ffn.activation, h="pair_h", y="pair_y", max_segments=1
-            )
-        elif self.moe is None or self.moe.shared:
-            name, h, y = ("shared", "shared_h", "shared_y") if self.moe else ("ffn", "pair_h", "pair_y")
-            layout, self._whole_address = c.resident.record(name, layer)
-            self.whole = ExpertRunner(c, layout, ffn.activation, h=h, y=y, max_segments=1)
+        if not self.streamed and (self.moe is None or self.moe.shared):
+            _, self._whole_address = c.resident.record(self._whole_name, layer)
+        self.whole = self._whole_runner()
         self._all_rows = np.arange(c.step.capacity + 16, dtype=np.int32)
         self._experts, self._combine = self._build_experts(), self._build_combine()
 
     # ---- building
+    def _routed_runner(self) -> ExpertRunner:
+        assert self.moe
+        layout = self._source.expert_layouts[self._layer]
+        return ExpertRunner(
+            self._c, layout, self.moe.activation, h="pair_h", y="pair_y", max_segments=self.moe.experts
+        )
+
+    @property
+    def _whole_name(self) -> str:
+        return "shared" if self.moe else "ffn"
+
+    def _whole_runner(self) -> ExpertRunner | None:
+        ffn = self._source.spec.layers[self._layer].ffn
+        if self.moe and not self.moe.shared:
+            return None
+        if self.streamed:
+            layout = self._source.expert_layouts[self._layer]
+        else:
+            layout, _ = self._c.resident.record(self._whole_name, self._layer)
+        h, y = ("shared_h", "shared_y") if self.moe else ("pair_h", "pair_y")
+        return ExpertRunner(self._c, layout, ffn.activation, h=h, y=y, max_segments=1)
+
+    def add_decode(self, b: Builder, table: np.ndarray) -> None:
+        """Everything after the choice for one token, when every block is resident: table[expert] is its address.
+
+        The same kernels on the same numbers as run(), with runners of its own whose segments stay as they are set here.
+        """
+        c, runners = self._c, []
+        if self.routed:
+            assert self.moe
+            k, routed = self.moe.top_k, self._routed_runner()
+            x = self._packed(routed.x_act).address
+            routed.set([0] * k, x, range(k), [1] * k, self._all_rows.ctypes.data)
+            runners.append(routed)
+            b.stage()
+            b.add(
+                c.kernels.resolve(), Resolve, lambda n: 1, ids=c.workspace["topk_ids"], table=table.ctypes.data,
+                segments=routed.segments_address, count=k,
+            )  # fmt: skip
+        whole = self._whole_runner()
+        if whole:
+            address = int(table[0]) if self.streamed else self._whole_address
+            whole.set([address], self._packed(whole.x_act).address, [0], [1], self._all_rows.ctypes.data)
+            runners.append(whole)
+        b.stage()
+        for runner in runners:
+            runner.add_up(b)
+        b.stage()
+        for runner in runners:
+            runner.add_down(b)
+        self._add_combine(b)
+
     def _packed(self, act: Activations) -> Packed:
         """The normed hidden state of the whole step."""
         return Packed(self._c.workspace[f"x_{act.name}"], act, self._hidden)
@@ -104,8 +149,13 @@ class FeedForward:
         return b.seal()
 
     def _build_combine(self) -> Builder:
+        b = self._c.builder()
+        self._add_combine(b)
+        return b.seal()
+
+    def _add_combine(self, b: Builder) -> None:
         """hidden += Σ_r w_r·y_r + gate·whole."""
-        c, b = self._c, self._c.builder()
+        c = self._c
         b.stage()
         gate = self.moe is not None and self.moe.shared is not None and self.moe.shared.gated
         args = b.add(
@@ -124,7 +174,6 @@ class FeedForward:
             return n * per
 
         b.counted(tasks)
-        return b.seal()
 
     # ---- running
     def topk(self, n: int) -> tuple[np.ndarray, np.ndarray]:

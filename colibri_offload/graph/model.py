@@ -13,7 +13,6 @@ from colibri_offload.graph.attention import build_attention, build_latent_attent
 from colibri_offload.graph.context import Context
 from colibri_offload.graph.ffn import FeedForward
 from colibri_offload.graph.guess import Guesser
-from colibri_offload.graph.layout import MatrixLayout
 from colibri_offload.graph.memory import KvCache, Region
 from colibri_offload.graph.ops import Builder, Packed
 from colibri_offload.graph.resident import Resident
@@ -25,6 +24,7 @@ from colibri_offload.jit.kernels.attention import kv_page_nbytes
 from colibri_offload.jit.kernels.rows import GatherRows
 from colibri_offload.jit.pool import WorkerPool
 from colibri_offload.scheduler.cache import ExpertCache
+from colibri_offload.storage.base import ExpertKey
 
 
 def kv_offsets(spec: ModelSpec, kv_type: str) -> tuple[tuple[int, ...], int]:
@@ -63,40 +63,48 @@ class Model:
         offsets, _ = kv_offsets(source.spec, kv_type)
         c = Context(kernels, pool, resident, workspace, self.step, mode, kv_type, offsets)
         self._c = c
-        self._embed = self._build_embed()
+        self._slot_addresses = slot_addresses
+        padded = workspace.array("logits", (LOGIT_ROWS, stride(source.spec.vocab) // 4), np.float32)
+        self._logit_rows = padded[:, : source.spec.vocab]
+        self._blocks = source.experts_per_layer
+        self._embed = c.builder()
+        self._add_embed(self._embed)
+        self._embed.seal()
         self._layers: list[tuple[Builder, FeedForward]] = []
-        all_ropes = ropes(source.spec)
-        for i, layer in enumerate(source.spec.layers):
-            front = c.builder()
-            args = (c, front, i)
-            if isinstance(layer.mixer, Attention):
-                build_attention(*args, layer.mixer, layer.input_norm, source.spec.hidden, all_ropes)
-            else:
-                build_latent_attention(*args, layer.mixer, layer.input_norm, source.spec.hidden, all_ropes)
-            ffn = FeedForward(c, source, i, slot_addresses)
-            ffn.add_front(front)
+        for i in range(len(source.spec.layers)):
+            front, ffn = c.builder(), FeedForward(c, source, i, slot_addresses)
+            self._add_front(front, i, ffn)
             if guesser:
                 guesser.add(c, front, i)
             self._layers.append((front.seal(), ffn))
-        self._head = self._build_head()
+        self._head = c.builder()
+        self._add_head(self._head)
+        self._head.seal()
+        self._token: Builder | None = None  # one decoded token as a single program, once every block is resident
 
-    def _build_embed(self) -> Builder:
+    def _add_front(self, b: Builder, layer: int, ffn: FeedForward) -> None:
+        """A layer up to the choice of experts."""
+        spec = self.spec.layers[layer]
+        args, all_ropes = (self._c, b, layer), ropes(self.spec)
+        if isinstance(spec.mixer, Attention):
+            build_attention(*args, spec.mixer, spec.input_norm, self.spec.hidden, all_ropes)
+        else:
+            build_latent_attention(*args, spec.mixer, spec.input_norm, self.spec.hidden, all_ropes)
+        ffn.add_front(b)
+
+    def _add_embed(self, b: Builder) -> None:
         c, m = self._c, self._c.resident.matrix("embed")
-        b = c.builder()
         b.stage()
         b.add(
             c.kernels.gather_rows(m.layout.fmt), GatherRows, lambda n: n,
             w=m.address, ids=c.workspace["ids"], out=c.step.hidden.address, steps=m.layout.steps, columns=m.layout.cols,
             out_stride=c.step.hidden.stride,
         )  # fmt: skip
-        return b.seal()
 
-    def _build_head(self) -> Builder:
+    def _add_head(self, b: Builder) -> None:
         """Logits of the rows that step.index names (the first LOGIT_ROWS of them at a time)."""
         c, spec = self._c, self.spec
         m = c.resident.matrix("embed" if spec.tied else "head")
-        assert isinstance(m.layout, MatrixLayout)
-        b = c.builder()
         x = Packed(c.workspace["final"], activations_for(m.layout.fmt, c.mode), spec.hidden)
         b.stage()
         b.pack(
@@ -105,7 +113,25 @@ class Model:
         )  # fmt: skip
         b.stage()
         b.matmul(m, x, c.rows("logits", spec.vocab))
-        return b.seal()
+
+    def _token_program(self) -> Builder | None:
+        """The whole of a decoded token, or None while a block is missing. A cache that holds all blocks never evicts."""
+        if self._token is None and self.routing is None and self.cache is not None:
+            if self.cache.block_count < sum(self._blocks.values()):
+                return None
+            slots = {i: [self.cache.resident_slot(ExpertKey(i, e)) for e in range(n)] for i, n in self._blocks.items()}
+            if any(slot is None for row in slots.values() for slot in row):
+                return None
+            self._tables = {i: self._slot_addresses[row].copy() for i, row in slots.items()}  # type: ignore[index]
+            b = self._c.builder()
+            self._add_embed(b)
+            for i, (_, ffn) in enumerate(self._layers):
+                self._add_front(b, i, ffn)
+                ffn.add_decode(b, self._tables.get(i, np.zeros(1, np.uint64)))
+            self._add_head(b)
+            self._token = b.seal()
+            self._token_hits = sum(ffn.moe.top_k if ffn.moe else int(ffn.streamed) for _, ffn in self._layers)
+        return self._token if self.routing is None else None
 
     def forward(self, parts: list[Part]) -> np.ndarray:
         """Compute the new tokens of every part and return float32 [Σ part.logits, V]. The KV cache advances.
@@ -114,8 +140,14 @@ class Model:
         """
         step = self.step
         step.fill(parts)
-        self._run_layers(None)
-        logits = self._logits()
+        token = self._token_program() if step.n == 1 and step.logit_count == 1 else None
+        if token:
+            token.run(1)
+            self.cache.add_hits(self._token_hits)  # type: ignore[union-attr]
+            logits = self._logit_rows[:1].copy()
+        else:
+            self._run_layers(None)
+            logits = self._logits()
         if not np.isfinite(logits).all():
             self._explain()
         step.advance(parts)
@@ -141,15 +173,14 @@ class Model:
             self._guesser.prefetch(layer, self.step.n)
 
     def _logits(self) -> np.ndarray:
-        count, vocab, index = self.step.logit_count, self.spec.vocab, self.step.index
-        out = np.empty((count, vocab), np.float32)
-        rows = self._c.workspace.array("logits", (LOGIT_ROWS, stride(vocab) // 4), np.float32)
+        count, index = self.step.logit_count, self.step.index
+        out = np.empty((count, self.spec.vocab), np.float32)
         wanted = index[:count].copy()
         for start in range(0, count, LOGIT_ROWS):
             some = wanted[start : start + LOGIT_ROWS]
             index[: len(some)] = some
             self._head.run(len(some))
-            out[start : start + len(some)] = rows[: len(some), :vocab]
+            out[start : start + len(some)] = self._logit_rows[: len(some)]
         return out
 
     def _explain(self) -> None:

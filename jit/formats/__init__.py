@@ -5,12 +5,15 @@ from __future__ import annotations
 from colibri_offload.errors import UnsupportedError
 from colibri_offload.jit.formats.base import COLUMNS, ROWS, Block, Format, Move, Part, QuantFormat
 from colibri_offload.jit.formats.floats import BF16, F16, F32, FloatFormat
-from colibri_offload.jit.formats.kquants import Q4_K, Q5_K, Q6_K
+from colibri_offload.jit.formats.kquants import IQ4_XS, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from colibri_offload.jit.formats.legacy import IQ4_NL, MXFP4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 
 FORMATS: dict[str, Format] = {
     f.name: f
-    for f in (F32(), F16(), BF16(), Q8_0(), Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q4_K(), Q5_K(), Q6_K(), IQ4_NL(), MXFP4())
+    for f in (
+        F32(), F16(), BF16(), Q8_0(), Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q2_K(), Q3_K(), Q4_K(), Q5_K(), Q6_K(), IQ4_NL(),
+        IQ4_XS(), MXFP4(),
+    )
 }
 
 

@@ -80,5 +80,8 @@ class Kernels:
             lambda m: experts.emit_experts_down(m, self.target, fmt, h_act),
         )  # fmt: skip
 
+    def resolve(self) -> int:
+        return self._get("resolve", "resolve", lambda m: experts.emit_resolve(m, self.target))
+
     def combine(self) -> int:
         return self._get("combine", "combine", lambda m: experts.emit_combine(m, self.target))

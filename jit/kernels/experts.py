@@ -117,6 +117,20 @@ def emit_experts_down(module: ir.Module, target: Target, fmt: Format, h_act: Act
             for_each_tile(k, full, tail, one_tile)
 
 
+# ids: i32 [count]; table: ptr per expert of the layer. Writes the records of segments 0 … count−1.
+Resolve = Struct("Resolve", ids=ptr, table=ptr, segments=ptr, count=i64)
+
+
+def emit_resolve(module: ir.Module, target: Target) -> None:
+    """One task: the chosen experts' record addresses, looked up natively, so that a whole token can run in one call."""
+    with Fn(module, target, "resolve", {"args": ptr, "task": i64}) as k:
+        a = Resolve.at(k.args)
+        ids, table, segments = a.ids, a.table, a.segments
+        with k.range(0, a.count) as i:
+            expert = (ids + i * 4).load(i32).sext(i64)
+            (segments + i * Segment.nbytes).store((table + expert * 8).load(ptr))
+
+
 # x[t] += Σ_r weights[t][r] · y[t·ranks + r] + gate(t) · shared[t], in that order. Strides in bytes; columns multiple of 16
 # (rows are padded). shared null: none; shared_gate: f32 logits, gate_stride bytes apart, through a sigmoid (null: 1).
 Combine = Struct(
