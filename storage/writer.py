@@ -35,8 +35,9 @@ class StoreWriter:
     """Adds records in reading order (hottest expert first), then finish() makes the store appear under its name.
 
     `model`: any JSON value, kept for the reader. `expected_bytes`: size of all records together, checked against the
-    free space. `resume=True` continues an unfinished conversion of the same `model`; the caller adds everything again
-    in the same order, and may skip what has_resident() and has_expert() know. `overwrite=True` replaces a store.
+    free space. `resume=True` continues an unfinished conversion of the same `identity` (a JSON value that determines
+    all records; by default `model`, which may also hold a date); the caller adds everything again in the same order,
+    and may skip what has_resident() and has_expert() know. `overwrite=True` replaces a store.
     Leaving the `with` block without finish() keeps the unfinished conversion. Not for several threads.
     Errors: StoreError for files and disks, UsageError for arguments.
     """
@@ -47,6 +48,7 @@ class StoreWriter:
         kind: Kind = "file",
         *,
         model: Any,
+        identity: Any = None,
         expected_bytes: int = 0,
         resume: bool = False,
         overwrite: bool = False,
@@ -57,6 +59,7 @@ class StoreWriter:
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._kind = kind
         self._model = plain_json("the model's description", model)
+        self._identity = self._model if identity is None else plain_json("the conversion's identity", identity)
         self._residents: dict[str, Resident] = {}
         with translated(str(self.path.parent)):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +124,7 @@ class StoreWriter:
         self._journal.append(self._first_line())
 
     def _first_line(self) -> dict[str, Any]:
-        return {"version": VERSION, "kind": self._kind, "model": digest_of(self._model)}
+        return {"version": VERSION, "kind": self._kind, "model": digest_of(self._identity)}
 
     def _restore(self) -> None:
         """Believe the journal as far as the files confirm it."""
