@@ -31,6 +31,11 @@ MODES = ("int8", "float32")
 # every pair of format and activation mode that has kernels of its own
 FORMAT_MODES = [(f, m) for f in FORMATS for m in MODES if m == "float32" or not FORMATS[f].is_float]
 CANARY = 0xA5
+# where a block's f16 scale and its f16 minimum lie, unless there is a scale alone, in front
+HALVES: dict[str, tuple[int, int | None]] = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, None), "Q2_K": (80, 82),
+    "Q3_K": (108, None),
+}  # fmt: skip
 
 _cache = tempfile.TemporaryDirectory(prefix="colibri-jit-tests-")
 CACHE_DIR = Path(_cache.name)
@@ -100,12 +105,11 @@ def random_rows(fmt: Format, rng: np.random.Generator, rows: int, cols: int, fil
 
     if fmt.name == "MXFP4":
         blocks[..., 0] = rng.integers(120, 130, n)
-    elif fmt.name == "Q6_K":
-        blocks[..., 208:210] = halves(1e-3, 1e-2)
-    else:
-        blocks[..., :2] = halves(1e-3, 1e-2)
-        if fmt.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
-            blocks[..., 2:4] = halves(1e-3, 5e-2)
+        return out
+    scale_at, minimum_at = HALVES.get(fmt.name, (0, None))
+    blocks[..., scale_at : scale_at + 2] = halves(1e-3, 1e-2)
+    if minimum_at is not None:
+        blocks[..., minimum_at : minimum_at + 2] = halves(1e-3, 5e-2)
     return out
 
 

@@ -156,6 +156,7 @@ class Q3_K(QuantFormat):
     def moves(self, block: int) -> list[Move]:
         return [
             Move(108, 0, 2),
+            Move(108, 32, 2, lambda w: w & 0),  # padding: equal weights must give equal bytes
             *(Move(96 + j, 64 + 16 * j, 1) for j in range(12)),
             *(Move(4 * j, 256 + 64 * j, 4) for j in range(8)),
             *(Move(32 + 4 * j, 768 + 64 * j, 4) for j in range(16)),
