@@ -145,7 +145,9 @@ class _Tensors:
         weights[:, :CONSTANT_DIMS] = (self._random.permutation(bias - bias.mean()) / CONSTANT_DIMS)[:, None]
         return weights
 
-    def _blocks(self, dims: tuple[int, ...], std: float, keep_constant: bool = False, constant: bool = False) -> np.ndarray:
+    def _blocks(
+        self, dims: tuple[int, ...], std: float, keep_constant: bool = False, constant: bool = False
+    ) -> np.ndarray:
         """uint8 [matrices, rows, blocks, block_nbytes]. `keep_constant`: the first rows give 0. `constant`: each row
         starts with `std` in its first dimensions."""
         s, kind = self._shape, self._shape.type
@@ -200,7 +202,9 @@ def _declare(t: _Tensors, s: Shape) -> None:
         t.ones(n + "ffn_norm.weight", s.hidden)
         t.float32(n + "ffn_gate_inp.weight", (s.experts, s.hidden), t.router)
         t.quantised(n + "ffn_gate_exps.weight", (s.experts, s.ffn, s.hidden), narrow)
-        t.quantised(n + "ffn_down_exps.weight", (s.experts, s.hidden, s.ffn), s.branch * s.ffn**-0.5, keep_constant=True)
+        t.quantised(
+            n + "ffn_down_exps.weight", (s.experts, s.hidden, s.ffn), s.branch * s.ffn**-0.5, keep_constant=True
+        )
         t.quantised(n + "ffn_up_exps.weight", (s.experts, s.ffn, s.hidden), narrow)
 
 
