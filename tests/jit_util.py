@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
+
 from colibri_offload.jit.compiler import Compiler
 from colibri_offload.jit.emit import Struct
 from colibri_offload.jit.formats import FORMATS, ROWS, Format
@@ -23,7 +25,6 @@ from colibri_offload.jit.kernels.matmul import Matmul
 from colibri_offload.jit.kernels.pack import PackTokens, PackWeights
 from colibri_offload.jit.kernels.rows import GatherRows
 from colibri_offload.jit.targets import available, get_target
-from gguf import GGMLQuantizationType, quants
 
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 GOLDEN = Path(__file__).parent / "golden" / "gguf" / "dequant_vectors.npz"

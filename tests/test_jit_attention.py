@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from colibri_offload.jit.kernels.attention import PAGE, TILE, Attend, Rope, StoreKv, kv_page_nbytes
 from jit_util import aligned, error, floats, intact, kernels, run
+
+from colibri_offload.jit.kernels.attention import PAGE, TILE, Attend, Rope, StoreKv, kv_page_nbytes
 
 KV_DTYPES = {"f32": np.float32, "f16": np.float16}
 
@@ -77,7 +78,7 @@ class Cache:
     layer_at: int = 128
 
     @classmethod
-    def of(cls, keys: np.ndarray, values: np.ndarray, kv_type: str) -> Cache:
+    def of(cls, keys: np.ndarray, values: np.ndarray, kv_type: str, target: str | None = None) -> Cache:
         n, heads, key_dim = keys.shape
         value_dim = values.shape[2]
         nbytes = cls.layer_at + kv_page_nbytes(heads, key_dim, value_dim, kv_type)
@@ -85,7 +86,7 @@ class Cache:
         table = np.array([p.ctypes.data for p in pages], np.uint64)
         positions = np.arange(n, dtype=np.int32)
         run(
-            kernels().store_kv(key_dim, value_dim, kv_type), StoreKv, n * heads, key=keys, value=values,
+            kernels(target).store_kv(key_dim, value_dim, kv_type), StoreKv, n * heads, key=keys, value=values,
             pages=table[positions // PAGE], positions=positions, key_stride=keys.strides[0],
             value_stride=values.strides[0], layer_at=cls.layer_at, kv_heads=heads,
         )  # fmt: skip
@@ -95,15 +96,14 @@ class Cache:
         return cls(keys, values, kv_type, pages, table)
 
 
-@pytest.mark.parametrize("kv_type", KV_DTYPES)
-def test_store_kv_layout(kv_type: str) -> None:
+def check_layout(kv_type: str, target: str | None = None) -> None:
     """Keys as tiles [D][16 positions], values as rows; f16 rounds to nearest even over its whole range."""
     n, heads, key_dim, value_dim = 70, 2, 24, 40
     scale = 10.0 ** np.random.default_rng(3).integers(-9, 6, (n, heads, 1))
     keys, values = (random(n, heads, key_dim) * scale).astype(np.float32), random(n, heads, value_dim, seed=1)
     values[0, 0, :8] = [np.inf, -np.inf, 65504, 65519, 65520, 2.0**-24, 2.0**-25, -0.0]
     values[1, 0, :4] = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-14 - 2.0**-25, 1e-30]
-    cache = Cache.of(keys, values, kv_type)
+    cache = Cache.of(keys, values, kv_type, target)
     for number, page in enumerate(cache.pages):
         stored = page[cache.layer_at :].view(KV_DTYPES[kv_type]).reshape(heads, PAGE * (key_dim + value_dim))
         k_part, v_part = stored[:, : PAGE * key_dim], stored[:, PAGE * key_dim :]
@@ -113,6 +113,11 @@ def test_store_kv_layout(kv_type: str) -> None:
         used = here.stop - here.start
         assert np.array_equal(k_rows[:used], cache.keys[here]) and np.array_equal(v_rows[:used], cache.values[here])
         assert np.isnan(k_rows[used:]).all() and np.isnan(v_rows[used:]).all()
+
+
+@pytest.mark.parametrize("kv_type", KV_DTYPES)
+def test_store_kv_layout(kv_type: str) -> None:
+    check_layout(kv_type)
 
 
 # ---- attention
@@ -129,6 +134,7 @@ class Shape:
     window: int = 0
     sinks: bool = False
     scale: float = 0.2
+    target: str | None = None
 
     @property
     def heads(self) -> int:
@@ -136,7 +142,7 @@ class Shape:
 
     def cache(self, n: int, seed: int = 0) -> Cache:
         keys = random(n, self.kv_heads, self.key_dim, seed=seed)
-        return Cache.of(keys, random(n, self.kv_heads, self.value_dim, seed=seed + 1), self.kv_type)
+        return Cache.of(keys, random(n, self.kv_heads, self.value_dim, seed=seed + 1), self.kv_type, self.target)
 
     def sink_logits(self) -> np.ndarray:
         return random(self.heads, seed=9) * 2
@@ -145,7 +151,7 @@ class Shape:
         """float32 [tokens, N, V] for q [tokens, N, D]; token t looks at caches[t] from positions[t]."""
         out = floats(len(q), self.heads, self.value_dim, fill=7.0)
         run(
-            kernels().attend(self.key_dim, self.value_dim, self.queries, self.kv_type), Attend,
+            kernels(self.target).attend(self.key_dim, self.value_dim, self.queries, self.kv_type), Attend,
             len(q) * self.kv_heads * self.chunks, q=q, out=out,
             tables=np.array([c.table.ctypes.data for c in caches], np.uint64),
             positions=np.array(positions, np.int32), sinks=self.sink_logits() if self.sinks else 0,

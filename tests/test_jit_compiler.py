@@ -8,17 +8,19 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import llvmlite.ir as ir
 import numpy as np
 import pytest
-from colibri_offload.jit import compiler as compiler_module
-from colibri_offload.jit.compiler import Compiler, default_cache_dir
-from colibri_offload.jit.emit import Fn, Struct, i64, ptr
-from colibri_offload.jit.targets import Target, get_target
 from jit_util import TASK
 
 from colibri_offload.errors import JitError, UnsupportedError
+from colibri_offload.jit import compiler as compiler_module
+from colibri_offload.jit.compiler import Compiler, default_cache_dir
+from colibri_offload.jit.emit import Fn, Struct, i64, ptr
+from colibri_offload.jit.kernels import Kernels
+from colibri_offload.jit.targets import Target, get_target
 
 Cell = Struct("Cell", value=i64)
 
@@ -199,6 +201,20 @@ def test_threads_may_compile_at_once(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, [0, 1, 2, 3] * 5)) == [0, 1, 2, 3] * 5
+
+
+def test_threads_may_ask_for_the_same_kernel(tmp_path: Path) -> None:
+    """Readers pack experts on several threads; two that met a format first both linked it, and the second failed."""
+    k = Kernels(Compiler(get_target(), tmp_path))
+    barrier = Barrier(4)
+
+    def ask(_: int) -> int:
+        barrier.wait()
+        return k.combine()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(ask, range(4)))) == 1
+    assert k.compiler.compiled == 1
 
 
 def test_several_symbols_of_a_module(tmp_path: Path) -> None:

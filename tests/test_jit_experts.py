@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from colibri_offload.jit.formats import FORMATS, ROWS
-from colibri_offload.jit.kernels.activations import activations_for, padded_tokens, tile_counts
-from colibri_offload.jit.kernels.experts import Combine, ExpertActivation, Experts, Segment
 from jit_util import (
     Packed,
     Weights,
@@ -25,6 +22,10 @@ from jit_util import (
     run,
     weights_of,
 )
+
+from colibri_offload.jit.formats import FORMATS, ROWS
+from colibri_offload.jit.kernels.activations import activations_for, padded_tokens, tile_counts
+from colibri_offload.jit.kernels.experts import Combine, ExpertActivation, Experts, Resolve, Segment
 
 SILU, OAI = ExpertActivation("silu"), ExpertActivation("swiglu_oai", 1.702, 7.0)
 
@@ -215,6 +216,17 @@ def test_the_activation_of_padding_units_is_zero() -> None:
     case = Case("Q8_0", "Q8_0", "F16", "int8", width=80, f=OAI)
     _, (h,) = feed_forward(case, [Work(expert(case, 0), tokens(case, 3), [0, 1, 2])])
     assert np.any(h.floats()[:, :80]) and not np.any(h.floats()[:, 80:])
+
+
+def test_resolve() -> None:
+    """The records of the chosen experts, by a layer's table of addresses; other segments and fields stay."""
+    table = np.arange(100, 108, dtype=np.uint64)
+    ids = np.array([7, 0, 7, 3], np.int32)
+    segments = Segment.new(5)
+    segments["record"], segments["full_tiles"] = 1, 9
+    run(kernels().resolve(), Resolve, 1, ids=ids, table=table, segments=segments, count=4)
+    assert segments["record"].tolist() == [107, 100, 107, 103, 1]
+    assert (segments["full_tiles"] == 9).all() and not segments["x"].any()
 
 
 # ---- combine

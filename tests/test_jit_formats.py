@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from jit_util import GOLDEN, dequantize, gather_rows, kernels, pack_weights, random_rows
+from jit_util import GOLDEN, aligned, dequantize, gather_rows, intact, kernels, pack_weights, random_rows, run
 
 from colibri_offload.errors import UnsupportedError
 from colibri_offload.jit.formats import FORMATS, ROWS, get_format
+from colibri_offload.jit.kernels.pack import PackWeights
 
 golden = np.load(GOLDEN)
 
@@ -32,6 +33,23 @@ def test_rows_survive_the_compute_layout(name: str, rows: int, cols: int) -> Non
     assert np.array_equal(packed, fmt.pack(data, cols))
     ids = np.random.default_rng(1).permutation(rows)
     assert same_bits(gather_rows(k, fmt, packed, ids, cols), dequantize(fmt, data, cols)[ids])
+
+
+def test_groups_may_be_taken_from_any_distance() -> None:
+    """row_step and dst_stride interleave two matrices per 32 rows, as an expert record holds gate and up."""
+    k, fmt, rng = kernels(), FORMATS["Q4_0"], np.random.default_rng(5)
+    group = fmt.group_nbytes(64)
+    out, want = aligned(8 * group), np.zeros((2, 2, 2, group), np.uint8)
+    for m in range(2):
+        rows = random_rows(fmt, rng, 50, 64)
+        want[:, m] = fmt.pack(rows, 64).reshape(2, 2, group)
+        for half in range(2):
+            run(
+                k.pack_weights(fmt), PackWeights, 2, src=rows[16 * half :], dst=out[(2 * m + half) * group :],
+                zeros=np.zeros(256, np.uint8), rows=50 - 16 * half, row_stride=rows.shape[1], row_step=32,
+                dst_stride=4 * group, blocks=2, steps=1,
+            )  # fmt: skip
+    assert np.array_equal(out, want.ravel()) and intact(out)
 
 
 @pytest.mark.parametrize("name", FORMATS)
