@@ -146,13 +146,9 @@ class Runtime:
                 )
             return min(total, slots)
         slots = min(total, self.budget.remaining // slot)
-        least = min(total, max((getattr(layer.ffn, "top_k", 1) for layer in self.source.spec.layers)))
+        least = min(total, max(getattr(layer.ffn, "top_k", 1) for layer in self.source.spec.layers))
         if slots < least:
-            raise BudgetError(
-                f"--memory-budget {format_size(self.budget.total_bytes)}: {format_size(self.budget.remaining)} are left "
-                f"for experts, {least} of {format_size(slot)} are the minimum; give "
-                f"{format_size(self.budget.total_bytes + least * slot - self.budget.remaining)}, a smaller --ctx or --batch-size"
-            )
+            self.budget.reserve(f"expert cache, {least} blocks (the minimum)", least * slot, "expert_cache")
         return slots
 
     def close(self) -> None:
@@ -163,7 +159,10 @@ class Runtime:
 def _total_budget(o: LoadOptions) -> int:
     if o.memory_budget != "auto":
         return parse_size(o.memory_budget, "--memory-budget")
-    return int(psutil.Process().memory_info().rss + available_memory() * _AUTO_SHARE)
+    memory = psutil.Process().memory_info()
+    # Pages of libraries count as available: they may go and come back. Counting them twice would pass a cgroup's limit.
+    anonymous = memory.rss - getattr(memory, "shared", 0)
+    return int(anonymous + available_memory() * _AUTO_SHARE)
 
 
 def _context(o: LoadOptions, spec: ModelSpec) -> int:
