@@ -1,10 +1,17 @@
-"""What tests of the whole engine share: stores made from checkpoints, and grids that cover every pair of settings."""
+"""What tests of the whole engine share: stores made from checkpoints, synthetic models, engines in processes of their
+own, and grids that cover every pair of settings."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from colibri_offload.families.spec_json import spec_to_json
@@ -19,6 +26,42 @@ from colibri_offload.storage.manifest import Kind
 from colibri_offload.storage.writer import StoreWriter
 
 GGUF = Path(__file__).parent / "golden" / "gguf"
+_CHILD = Path(__file__).with_name("engine_child.py")
+
+
+def _load_generator() -> ModuleType:
+    """bench/gen_moe.py: a script beside the tests, in no package."""
+    spec = importlib.util.spec_from_file_location("gen_moe", Path(__file__).parent.parent / "bench" / "gen_moe.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gen_moe"] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+gen_moe = _load_generator()
+
+
+def start_child(job: Mapping[str, Any], **environment: str) -> subprocess.Popen[str]:
+    """A process that runs engine_child.py on `job`."""
+    command = [sys.executable, str(_CHILD), json.dumps(job)]
+    return subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish_child(child: subprocess.Popen[str], timeout_sec: float = 100) -> dict[str, Any]:
+    """What the child reported; fails with its standard error when it did not end well."""
+    try:
+        out, err = child.communicate(timeout=timeout_sec)
+    finally:
+        child.kill()
+    assert child.returncode == 0, f"exit status {child.returncode}: {err[-2000:]}"
+    return json.loads(out)
+
+
+def run_child(job: Mapping[str, Any], **environment: str) -> dict[str, Any]:
+    return finish_child(start_child(job, **environment))
 
 
 def build_store(model: Path, output: Path, kind: Kind) -> Path:
