@@ -66,16 +66,17 @@ def convert(
         reader = RowReader(packer, LOW_MEMORY_PIECE_NBYTES if low_memory else PIECE_NBYTES)
         plan = make_plan(source, rule, reader)
         files, warning = _side_files(source, load_tokenizer)
+        origin = provenance(source.checkpoint, quant)
         identity = {
             "layout_version": StoreSource.LAYOUT_VERSION,
             "spec": spec_to_json(source.spec),
             "experts": {str(layer): layout.to_json() for layer, layout in plan.experts.items()},
             "residents": {name: layout.to_json() for name, layout in plan.residents.items()},
-            "provenance": provenance(source.checkpoint, quant),
+            "provenance": origin,
             "files": describe(files),
         }
         description = {key: value for key, value in identity.items() if key != "residents"}
-        description["provenance"] = {**identity["provenance"], "date": today()}
+        description["provenance"] = {**origin, "date": today()}
         with StoreWriter(
             output, store, model=description, identity=identity, expected_bytes=plan.disk_nbytes, resume=resume,
             overwrite=overwrite,
@@ -147,7 +148,7 @@ class _Writing:
             part: np.concatenate(list(self._pieces(tensor, formats.get(part)))) for part, tensor in tensors.items()
         }
         out = aligned(layout.nbytes)
-        self._packer.expert(layout, parts, memoryview(out))
+        self._packer.expert(layout, parts, out.data)
         return out
 
     def _pieces(self, tensor: Tensor, fmt: str | None) -> Iterator[np.ndarray]:

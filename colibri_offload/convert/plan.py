@@ -83,8 +83,8 @@ class _Planner:
 
     def _record(self, slots: Mapping[str, str], tensors: Mapping[str, list[Tensor]]) -> ExpertLayout:
         intermediate, hidden = tensors["gate"][0].shape
-        formats = [get_format(self._format(slots[n], tensors[n])) for n in _MATRICES]
-        return ExpertLayout(hidden, intermediate, *formats, bias="gate.bias" in slots)
+        gate, up, down = (get_format(self._format(slots[n], tensors[n])) for n in _MATRICES)
+        return ExpertLayout(hidden, intermediate, gate, up, down, bias="gate.bias" in slots)
 
     def _format(self, slot: str, tensors: list[Tensor]) -> str:
         fmt = self._quant.format(slot, tensors[0].shape[-1], tensors[0].fmt)

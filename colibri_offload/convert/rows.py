@@ -101,6 +101,7 @@ def _magnitude(tensor: Tensor, x: np.ndarray) -> float:
     largest = max(float(x.max()), -float(x.min())) if x.size else 0.0
     if not np.isfinite(largest):
         raise CheckpointError(
-            f"{tensor.slices[0].path}: tensor {shown(tensor.name)} holds NaN or Inf: the file is damaged; download it again"
+            f"{tensor.slices[0].path}: tensor {shown(tensor.name)} holds NaN or Inf: "
+            "the file is damaged; download it again"
         )
     return largest
