@@ -126,6 +126,12 @@ def emit_pool(module: ir.Module, compiler: Compiler) -> None:
                     k.call(run_stage, k.ctx, ops, tasks)
 
 
+def emit_run_tasks(module: ir.Module, compiler: Compiler) -> None:
+    """run_tasks(task, args, count): tasks 0 … count−1 in the calling thread, in one native call."""
+    with Fn(module, compiler.target, "run_tasks", {"task": ptr, "args": ptr, "count": i64}) as k, k.range(0, k.count) as t:
+        k.call_pointer(k.task, void, k.args, t)
+
+
 class WorkerPool:
     """`threads` threads in all: the caller and threads − 1 workers. run() may be called by one thread at a time."""
 

@@ -14,9 +14,6 @@ from colibri_offload.jit.kernels import Kernels
 from colibri_offload.jit.kernels.pack import PackWeights
 from colibri_offload.jit.kernels.rows import GatherRows
 
-_TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
-
-
 def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
     """Zeroed uint8 [nbytes] at an aligned address."""
     raw = np.zeros(nbytes + alignment, np.uint8)
@@ -32,9 +29,7 @@ class Packer:
         self._zeros = np.zeros(256, np.uint8)
 
     def _run(self, fn: int, args: np.ndarray, tasks: int) -> None:
-        call, address = _TASK(fn), args.ctypes.data
-        for task in range(tasks):
-            call(address, task)
+        self._kernels.run(fn, args.ctypes.data, tasks)
 
     def _pack_rows(
         self, fmt: Format, rows: np.ndarray, cols: int, dst: int, *, first: int = 0, row_step: int = ROWS,

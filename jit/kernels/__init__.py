@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from colibri_offload.jit.kernels import attention, experts, matmul, pack, router
 from colibri_offload.jit.kernels.activations import Activations
 from colibri_offload.jit.kernels.experts import ExpertActivation
 from colibri_offload.jit.kernels.router import RouterRule
+from colibri_offload.jit.pool import emit_run_tasks
 
 
 class Kernels:
@@ -22,6 +24,12 @@ class Kernels:
         self.compiler, self.target = compiler, compiler.target
         self._addresses: dict[str, int] = {}
         self._lock = threading.Lock()
+        (run_tasks,) = compiler.link("run_tasks", lambda m: emit_run_tasks(m, compiler), "run_tasks")
+        self._run_tasks = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(run_tasks)
+
+    def run(self, fn: int, args: int, tasks: int) -> None:
+        """Run a kernel's tasks one after another in the calling thread, with the GIL released."""
+        self._run_tasks(fn, args, tasks)
 
     def _get(self, name: str, symbol: str, build: Callable[[ir.Module], None]) -> int:
         with self._lock:  # several reader threads may want to pack the first blocks of a format at once
