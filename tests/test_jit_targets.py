@@ -35,8 +35,8 @@ from colibri_offload.jit.targets import NeonDot, available
 
 NARROW = [t for t in ("avx2", "sse2", "generic") if t != available()[0]]
 narrow = pytest.mark.parametrize("target", NARROW)
-# generic Q4_K alone would take four seconds
-PRODUCTS = [(t, f) for t in NARROW for f in ("Q8_0", "F16", "Q4_K") if (t, f) != ("generic", "Q4_K")]
+# the plain target's other products differ from SSE2's in dot4 alone, and would take eight seconds
+PRODUCTS = [(t, f) for t in NARROW for f in ("Q8_0", "F16", "Q4_K") if t != "generic" or f == "Q8_0"]
 
 
 @pytest.mark.parametrize(("target", "name"), PRODUCTS)
