@@ -49,8 +49,8 @@ class Engine:
         Keywords are the fields of LoadOptions, which have the names of the command line's flags:
         expert_cache=8, memory_budget="8GiB", threads=2, prefetch=True, gpu_layers=0, activations="int8" …
         `progress(what, done, total)` is called while weights are loaded.
-        Raises: ColibriError: UsageError for an option, CheckpointError or StoreError for a broken model, UnsupportedError,
-        BudgetError when the minimum does not fit.
+        Raises: ColibriError: UsageError for an option, CheckpointError or StoreError for a broken model,
+        UnsupportedError, BudgetError when the minimum does not fit.
         """
         unknown = sorted(set(options) - set(LoadOptions.names()))
         if unknown:
@@ -88,23 +88,22 @@ class Engine:
         stop: Sequence[str] = (),
     ) -> Output:  # fmt: skip
         """Continue the prompt. `stop`: strings that end the text (and are not part of it)."""
-        text, run = [], None
-        for piece, run in self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop):
-            text.append(piece)
-        assert run is not None
-        return Output("".join(text), list(run.token_ids), run.stats())
+        pieces = list(self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop))
+        run = pieces[-1][1]
+        return Output("".join(piece for piece, _ in pieces), list(run.token_ids), run.stats())
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, sampling: Sampling | None = None, ignore_eos: bool = False,
         stop: Sequence[str] = (), on_finish: Callable[[RunStats], None] | None = None,
     ) -> Iterator[str]:  # fmt: skip
         """The same as pieces of text, as they come. A piece never ends inside a character or inside a stop string."""
-        run = None
+        last: Generation | None = None
         for piece, run in self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop):
+            last = run
             if piece:
                 yield piece
-        if on_finish and run:
-            on_finish(run.stats())
+        if on_finish and last:
+            on_finish(last.stats())
 
     def _pieces(
         self, prompt: Prompt, max_tokens: int, sampling: Sampling, ignore_eos: bool, stop: Sequence[str],
@@ -138,7 +137,8 @@ class Engine:
 
     @contextmanager
     def record_routing(self) -> Iterator[Routing]:
-        """with engine.record_routing() as routing: … → routing.topk_ids[layer] int [T, K], .topk_weights[layer] float32."""
+        """with engine.record_routing() as routing: … → routing.topk_ids[layer] int [T, K], .topk_weights[layer]
+        float32."""
         routing = self.runtime.model.routing = Routing()
         try:
             yield routing
@@ -184,16 +184,16 @@ class Chat:
         """Add a user message and stream the answer. An interrupted answer is kept as far as it came."""
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._engine.tokenizer.encode_chat(messages)
-        answer, run = "", None
+        answer, last = "", None
         try:
             pieces = self._engine._pieces(ids, max_tokens, sampling or Sampling(), False, (), self._session)
             for piece, run in pieces:
-                answer += piece
+                answer, last = answer + piece, run
                 if piece:
                     yield piece
         finally:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
-            self.stats = run.stats() if run else None
+            self.stats = last.stats() if last else None
 
     def close(self) -> None:
         self._session.close()

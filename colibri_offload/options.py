@@ -10,7 +10,8 @@ from colibri_offload.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """threads 0: one per available core. ctx 0: the model's own limit, at most 4096. expert_cache: experts per MoE layer on
+    """threads 0: one per available core. ctx 0: the model's own limit, at most 4096. expert_cache: experts per MoE
+    layer on
     average (int), a size ("4GiB") or "auto". memory_budget: a size or "auto". preload None: when every expert fits.
     batch_size: most prompt tokens per forward pass, 0: as large as the budget allows, at most 512.
     kv_cache "auto": f16 for quantised weights with int8 activations, else f32.

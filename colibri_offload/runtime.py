@@ -1,4 +1,5 @@
-"""Everything that a loaded model holds: kernels, workers, memory, cache, reader. Put together here, taken apart here."""
+"""Everything that a loaded model holds: kernels, workers, memory, cache, reader. Put together here, taken apart
+here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Persistent native workers. A Python thread enters worker_loop once and stays there, with the GIL released.
 
-Protocol: one 64-bit word `generation << 32 | tasks left`, from which every thread takes tasks by compare-and-swap, and a counter
-of finished tasks. An idle worker spins for about 0.1 ms, then sleeps in futex. A stage's tasks all finish before the next
-stage starts; its operations are independent of each other.
+Protocol: one 64-bit word `generation << 32 | tasks left`, from which every thread takes tasks by compare-and-swap,
+and a counter of finished tasks. An idle worker spins for about 0.1 ms, then sleeps in futex. A stage's tasks all
+finish before the next stage starts; its operations are independent of each other.
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ def emit_pool(module: ir.Module, compiler: Compiler) -> None:
 
 def emit_run_tasks(module: ir.Module, compiler: Compiler) -> None:
     """run_tasks(task, args, count): tasks 0 … count−1 in the calling thread, in one native call."""
-    with Fn(module, compiler.target, "run_tasks", {"task": ptr, "args": ptr, "count": i64}) as k, k.range(0, k.count) as t:
+    with (
+        Fn(module, compiler.target, "run_tasks", {"task": ptr, "args": ptr, "count": i64}) as k,
+        k.range(0, k.count) as t,
+    ):
         k.call_pointer(k.task, void, k.args, t)
 
 
@@ -144,7 +147,9 @@ class WorkerPool:
             "pool" + os.uname().machine, lambda m: emit_pool(m, compiler), "worker_loop", "run_program"
         )
         self._loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(loop)
-        self._program = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)(program)
+        self._program = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)(
+            program
+        )
         self._memory = np.zeros(CONTEXT_NBYTES + 64, np.uint8)
         address = self._memory.ctypes.data
         self._offset = -address % 64

@@ -6,7 +6,6 @@ from colibri_offload.errors import UnsupportedError
 from colibri_offload.families.spec import Attention, LatentAttention, Norm, Rope
 from colibri_offload.graph.context import Context
 from colibri_offload.graph.ops import Builder, Packed, Rows, x_blocks
-
 from colibri_offload.jit.kernels.attention import Attend, StoreKv
 from colibri_offload.jit.kernels.attention import Rope as RopeArgs
 
@@ -115,7 +114,9 @@ def build_latent_attention(
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C.
     """
     if mixer.kv_rank % 16 or mixer.v_dim % 16:
-        raise UnsupportedError(f"MLA with kv rank {mixer.kv_rank} and value dim {mixer.v_dim}: both must be multiples of 16")
+        raise UnsupportedError(
+            f"MLA with kv rank {mixer.kv_rank} and value dim {mixer.v_dim}: both must be multiples of 16"
+        )
     r, rank, nope, rope_dim = c.resident, mixer.kv_rank, mixer.nope_dim, mixer.rope_dim
     latent, q_head, q_dim = rank + rope_dim, nope + rope_dim, mixer.heads * (nope + rope_dim)
     q, kv_a = c.rows("q", q_dim), c.rows("kv_a", latent)
@@ -123,7 +124,9 @@ def build_latent_attention(
     first = r.matrix("q" if mixer.q_rank is None else "q_a", layer)
     q_a = c.rows("q_a", mixer.q_rank or 1)
     b.stage()
-    x = c.pack_for(b, [first, kv_matrix], c.step.hidden, "x", hidden, weight=r.vector("input_norm", layer), eps=norm.eps)
+    x = c.pack_for(
+        b, [first, kv_matrix], c.step.hidden, "x", hidden, weight=r.vector("input_norm", layer), eps=norm.eps
+    )
     b.stage()
     b.matmul(first, x[c.act(first).name], q if mixer.q_rank is None else q_a)
     b.matmul(kv_matrix, x[c.act(kv_matrix).name], kv_a)
@@ -162,5 +165,3 @@ def build_latent_attention(
     b.stage()
     b.matmul(v_b, x_latent, attended, y_batch=4 * mixer.v_dim)
     _project_out(c, b, layer, attended, mixer.heads * mixer.v_dim)
-
-

@@ -36,7 +36,9 @@ class Context:
     def act(self, m: Matrix) -> Activations:
         return activations_for(m.layout.fmt, self.mode)
 
-    def pack_for(self, b: Builder, matrices: list[Matrix], src: Rows, prefix: str, columns: int, **options: object) -> dict[str, Packed]:
+    def pack_for(
+        self, b: Builder, matrices: list[Matrix], src: Rows, prefix: str, columns: int, **options: object
+    ) -> dict[str, Packed]:
         """Pack `src` once per activation layout that the matrices want; buffers are prefix + "_int8" or just prefix."""
         out = {}
         for act in dict.fromkeys(self.act(m) for m in matrices):

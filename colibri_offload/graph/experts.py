@@ -64,7 +64,12 @@ class ExpertRunner:
         return int(self._segments.ctypes.data)
 
     def set(
-        self, records: Sequence[int], x: int | Sequence[int], first: Sequence[int], tokens: Sequence[int], rows: int
+        self,
+        records: Sequence[int] | np.ndarray,
+        x: int | Sequence[int],
+        first: Sequence[int],
+        tokens: Sequence[int],
+        rows: int,
     ) -> None:
         """One segment per record address: its packed input, first position in h and in the row table, token count."""
         n = self.count = len(records)

@@ -25,8 +25,8 @@ _COMBINE_CHUNK = 512  # columns per task of one decoded token
 class FeedForward:
     """One layer's feed-forward: add_front() puts norm, router and choice into the layer's program, run() does the rest.
 
-    routed: experts chosen per token. whole: one block that every token passes: a shared expert, or a dense layer (resident,
-    or streamed as the layer's only expert).
+    routed: experts chosen per token. whole: one block that every token passes: a shared expert, or a dense layer
+    (resident, or streamed as the layer's only expert).
     """
 
     def __init__(self, c: Context, source: ModelSource, layer: int, slot_addresses: np.ndarray):
@@ -41,9 +41,7 @@ class FeedForward:
         self.streamed = self.moe is None and layer in source.expert_layouts
         if self.moe:
             self.routed = self._routed_runner()
-            self._pairs = PairTables(
-                c, self._hidden, self.routed.x_act, pair_capacity(source, c.step.capacity, ffn)
-            )
+            self._pairs = PairTables(c, self._hidden, self.routed.x_act, pair_capacity(source, c.step.capacity, ffn))
         if not self.streamed and (self.moe is None or self.moe.shared):
             _, self._whole_address = c.resident.record(self._whole_name, layer)
         self.whole = self._whole_runner()
@@ -54,9 +52,7 @@ class FeedForward:
     def _routed_runner(self) -> ExpertRunner:
         assert self.moe
         layout = self._source.expert_layouts[self._layer]
-        return ExpertRunner(
-            self._c, layout, self.moe.activation, h="pair_h", y="pair_y", max_segments=self.moe.experts
-        )
+        return ExpertRunner(self._c, layout, self.moe.activation, h="pair_h", y="pair_y", max_segments=self.moe.experts)
 
     @property
     def _whole_name(self) -> str:
@@ -159,13 +155,20 @@ class FeedForward:
         b.stage()
         gate = self.moe is not None and self.moe.shared is not None and self.moe.shared.gated
         args = b.add(
-            c.kernels.combine(), Combine,
-            x=c.step.hidden.address, x_stride=c.step.hidden.stride, y_stride=stride(self._hidden),
-            y=self.routed.y.address if self.routed else 0, ranks=self.moe.top_k if self.moe else 0,
-            weights=c.workspace["topk_weights"] if self.moe else 0, weights_stride=4 * self.moe.top_k if self.moe else 0,
-            shared=self.whole.y.address if self.whole else 0, shared_gate=c.workspace["shared_gate"] if gate else 0,
-            gate_stride=stride(1), columns=stride(self._hidden) // 4,
-        )  # fmt: skip
+            c.kernels.combine(),
+            Combine,
+            x=c.step.hidden.address,
+            x_stride=c.step.hidden.stride,
+            y_stride=stride(self._hidden),
+            y=self.routed.y.address if self.routed else 0,
+            ranks=self.moe.top_k if self.moe else 0,
+            weights=c.workspace["topk_weights"] if self.moe else 0,
+            weights_stride=4 * self.moe.top_k if self.moe else 0,
+            shared=self.whole.y.address if self.whole else 0,
+            shared_gate=c.workspace["shared_gate"] if gate else 0,
+            gate_stride=stride(1),
+            columns=stride(self._hidden) // 4,
+        )
 
         def tasks(n: int) -> int:
             columns = stride(self._hidden) // 4

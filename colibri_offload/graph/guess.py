@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from colibri_offload.families.spec import ModelSpec, MoE
@@ -25,7 +27,7 @@ class Guesser:
     def __init__(self, spec: ModelSpec, cache: ExpertCache, predictor: RoutingPredictor | None, total_blocks: int):
         self._cache, self.predictor, self._total = cache, predictor, total_blocks
         with_experts = list(spec.moe_layers) or list(range(len(spec.layers)))
-        self._next = dict(zip(with_experts, with_experts[1:], strict=False))
+        self._next = dict(pairwise(with_experts))
         self._spec = spec
         self._logits: np.ndarray | None = None
         self._pending: dict[int, np.ndarray] = {}
@@ -59,7 +61,11 @@ class Guesser:
         )  # fmt: skip
         b.stage()
         b.matmul(
-            r.matrix("router", after), x, c.rows("guess_logits", moe.experts), bias=r.vector("router.bias", after), count=count
+            r.matrix("router", after),
+            x,
+            c.rows("guess_logits", moe.experts),
+            bias=r.vector("router.bias", after),
+            count=count,
         )
         self._workspace = c.workspace
 
@@ -92,5 +98,3 @@ class Guesser:
         self._accounted = (used, wasted)
         if self.predictor.enabled and n <= _MAX_TOKENS and after in self._pending:
             self._cache.prefetch(ExpertKey(after, e) for e in self.predictor.predict(after, self._pending[after]))
-
-

@@ -1,4 +1,5 @@
-"""Memory of the graph: resident weights, the shared workspace and the paged KV cache. All of it is booked in the budget."""
+"""Memory of the graph: resident weights, the shared workspace and the paged KV cache. All of it is booked in the
+budget."""
 
 from __future__ import annotations
 
@@ -32,6 +33,10 @@ class Region:
         """Address of a part."""
         return self._addresses[part]
 
+    def get(self, part: str) -> int:
+        """Address of a part, 0 when there is no such part."""
+        return self._addresses.get(part, 0)
+
     def __contains__(self, part: str) -> bool:
         return part in self._addresses
 
@@ -51,7 +56,9 @@ class KvCache:
 
     def __init__(self, budget: MemoryBudget, page_nbytes: int, pages: int):
         self.pages = pages
-        self._reservation = budget.reserve(f"KV cache, {pages * PAGE} positions", pages * pad(page_nbytes, 4096), "kv_cache")
+        self._reservation = budget.reserve(
+            f"KV cache, {pages * PAGE} positions", pages * pad(page_nbytes, 4096), "kv_cache"
+        )
         self._arena = Arena(page_nbytes, pages)
         self._free = list(range(pages - 1, -1, -1))
 

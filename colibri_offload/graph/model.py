@@ -53,10 +53,21 @@ class Model:
     """A model ready to compute. Used by one thread at a time; it owns nothing it was given."""
 
     def __init__(
-        self, source: ModelSource, kernels: Kernels, pool: WorkerPool, resident: Resident, workspace: Region, kv: KvCache,
-        cache: ExpertCache | None, slot_addresses: np.ndarray, *, mode: str, kv_type: str, tokens: int,
+        self,
+        source: ModelSource,
+        kernels: Kernels,
+        pool: WorkerPool,
+        resident: Resident,
+        workspace: Region,
+        kv: KvCache,
+        cache: ExpertCache | None,
+        slot_addresses: np.ndarray,
+        *,
+        mode: str,
+        kv_type: str,
+        tokens: int,
         guesser: Guesser | None,
-    ):  # fmt: skip
+    ):
         self.spec, self.kv, self.cache, self._guesser = source.spec, kv, cache, guesser
         self.step = Step(source, workspace, tokens)
         self.routing: Routing | None = None
@@ -115,7 +126,8 @@ class Model:
         b.matmul(m, x, c.rows("logits", spec.vocab))
 
     def _token_program(self) -> Builder | None:
-        """The whole of a decoded token, or None while a block is missing. A cache that holds all blocks never evicts."""
+        """The whole of a decoded token, or None while a block is missing. A cache that holds all blocks never
+        evicts."""
         if self._token is None and self.routing is None and self.cache is not None:
             if self.cache.block_count < sum(self._blocks.values()):
                 return None

@@ -94,9 +94,19 @@ class Builder:
 
     # ---- operations used by several blocks
     def pack(
-        self, src: Rows, out: Packed | None, *, columns: int, weight: int = 0, eps: float = 0.0, rows_out: Rows | None = None,
-        index: int = 0, batches: int = 1, src_batch: int = 0, count: Callable[[int], int] = lambda n: n,
-    ) -> None:  # fmt: skip
+        self,
+        src: Rows,
+        out: Packed | None,
+        *,
+        columns: int,
+        weight: int = 0,
+        eps: float = 0.0,
+        rows_out: Rows | None = None,
+        index: int = 0,
+        batches: int = 1,
+        src_batch: int = 0,
+        count: Callable[[int], int] = lambda n: n,
+    ) -> None:
         """Norm (when `weight`) and pack count(n) tokens; float rows of the result to rows_out."""
         args = self.add(
             self.kernels.pack_tokens(out.act if out else FLOAT32), PackTokens,
@@ -122,11 +132,21 @@ class Builder:
         """y[t] = W·x[t] (+ bias) (+ y[t]) for count(n) tokens and every batch of the matrix."""
         layout = m.layout
         args = self.add(
-            self.kernels.matmul(layout.fmt, x.act), Matmul,
-            w=m.address, x=x.address, y=y.address, bias=bias, groups=layout.groups, steps=layout.steps, x_blocks=x.blocks,
-            y_stride=y.stride, accumulate=int(accumulate), w_batch=layout.batch_nbytes, x_batch=x.batch_nbytes,
+            self.kernels.matmul(layout.fmt, x.act),
+            Matmul,
+            w=m.address,
+            x=x.address,
+            y=y.address,
+            bias=bias,
+            groups=layout.groups,
+            steps=layout.steps,
+            x_blocks=x.blocks,
+            y_stride=y.stride,
+            accumulate=int(accumulate),
+            w_batch=layout.batch_nbytes,
+            x_batch=x.batch_nbytes,
             y_batch=y_batch,
-        )  # fmt: skip
+        )
 
         def tasks(n: int) -> int:
             n = count(n)
@@ -146,4 +166,3 @@ class Builder:
 
 def packed_nbytes(act: Activations, tokens: int, columns: int) -> int:
     return act.nbytes(tokens, x_blocks(columns))
-

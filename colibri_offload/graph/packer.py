@@ -14,6 +14,7 @@ from colibri_offload.jit.kernels import Kernels
 from colibri_offload.jit.kernels.pack import PackWeights
 from colibri_offload.jit.kernels.rows import GatherRows
 
+
 def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
     """Zeroed uint8 [nbytes] at an aligned address."""
     raw = np.zeros(nbytes + alignment, np.uint8)
@@ -123,5 +124,3 @@ def _descriptor(struct: Struct, **fields: int) -> np.ndarray:
 def _at(address: int, nbytes: int) -> np.ndarray:
     """The memory at an address as uint8 [nbytes]; the caller keeps it alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-

@@ -40,7 +40,7 @@ class Resident:
     def vector(self, slot: str, layer: int | None = None) -> int:
         """Address of a float32 vector; 0 when the model has no such slot."""
         name = resident_name(slot, layer)
-        return self._region[name] if name in self._region else 0
+        return self._region.get(name)
 
     def record(self, name: str, layer: int) -> tuple[ExpertLayout, int]:
         """Layout and address of a resident feed-forward record ("ffn", "shared")."""

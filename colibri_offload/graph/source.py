@@ -128,9 +128,7 @@ class CheckpointSource(ModelSource):
         self.checkpoint = checkpoint
         self.spec, self.weights = load_model_spec(checkpoint)
         self._slots = {
-            resident_name(slot, layer): (slot, layer)
-            for slot, layer in self.weights.slots()
-            if not _in_record(slot)
+            resident_name(slot, layer): (slot, layer) for slot, layer in self.weights.slots() if not _in_record(slot)
         }
         self._records = {
             resident_name(name, layer): (layer, slots)
@@ -220,8 +218,8 @@ class CheckpointSource(ModelSource):
         for tensor in parts.values():
             self._check_format(tensor)
         intermediate, hidden = parts["gate"].shape
-        formats = [get_format(parts[n].fmt) for n in ("gate", "up", "down")]
-        return ExpertLayout(hidden, intermediate, *formats, bias="gate.bias" in parts)
+        gate, up, down = (get_format(parts[n].fmt) for n in ("gate", "up", "down"))
+        return ExpertLayout(hidden, intermediate, gate, up, down, "gate.bias" in parts)
 
     def _slices(self, key: ExpertKey) -> list[tuple[Path, int, int]]:
         return [(s.path, s.offset, s.nbytes) for t in self.parts(key).values() for s in t.slices]
@@ -254,7 +252,9 @@ class StoreSource(ModelSource):
             self.residents = {n: layout_from_json(store.resident_meta(n)) for n in store.resident_names()}
             self.expert_layouts = {int(i): ExpertLayout.from_json(d) for i, d in model["experts"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise StoreError(f"{path}: the manifest's model section is incomplete ({e}); convert the model again") from e
+            raise StoreError(
+                f"{path}: the manifest's model section is incomplete ({e}); convert the model again"
+            ) from e
         self._check()
 
     def _check(self) -> None:
@@ -288,5 +288,3 @@ class StoreSource(ModelSource):
 
     def load_resident(self, name: str, dst: int) -> None:
         self._store.resident_into(name, memory_at(dst, self.residents[name].nbytes))
-
-

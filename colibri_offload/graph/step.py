@@ -44,10 +44,19 @@ def workspace_sizes(source: ModelSource, tokens: int) -> dict[str, int]:
         return count * x_blocks(columns) * token_nbytes
 
     sizes = {
-        "ids": 4 * n, "positions": 4 * n, "pages": 8 * n, "tables": 8 * n, "index": 4 * n,
-        "hidden": n * stride(h), "normed": n * stride(h), "x_float32": packed(h), "x_int8": packed(h), "x_guess": packed(h),
-        "logits": LOGIT_ROWS * stride(spec.vocab), "final": packed(h, LOGIT_ROWS),
-    }  # fmt: skip
+        "ids": 4 * n,
+        "positions": 4 * n,
+        "pages": 8 * n,
+        "tables": 8 * n,
+        "index": 4 * n,
+        "hidden": n * stride(h),
+        "normed": n * stride(h),
+        "x_float32": packed(h),
+        "x_int8": packed(h),
+        "x_guess": packed(h),
+        "logits": LOGIT_ROWS * stride(spec.vocab),
+        "final": packed(h, LOGIT_ROWS),
+    }
 
     def need(name: str, nbytes: int) -> None:
         sizes[name] = max(sizes.get(name, 0), nbytes)
@@ -117,10 +126,13 @@ class Step:
         self._tables = workspace.array("tables", (tokens,), np.uint64)
         self.index = workspace.array("index", (tokens,), np.int32)
         self._ropes = [
-            (np.array(rope.inv_freq), rope.attention_factor)
-            + tuple(workspace.array(f"{part}{i}", (tokens, rope.dim // 2), np.float32) for part in ("cos", "sin"))
+            (
+                np.array(rope.inv_freq), rope.attention_factor,
+                workspace.array(f"cos{i}", (tokens, rope.dim // 2), np.float32),
+                workspace.array(f"sin{i}", (tokens, rope.dim // 2), np.float32),
+            )
             for i, rope in enumerate(ropes(source.spec))
-        ]
+        ]  # fmt: skip
         h = source.spec.hidden
         self.hidden, self.normed = (Rows(workspace[name], stride(h)) for name in ("hidden", "normed"))
         self.logit_count = 0

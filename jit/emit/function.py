@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Fn:
     """Builds one LLVM function. Arguments are attributes: Fn(module, target, "f", {"x": ptr}).x is a Val.
 
-    Pointer arguments are `noalias`: a kernel's buffers never overlap unless it says so by loading them from a descriptor.
+    Pointer arguments are `noalias`: a kernel's buffers never overlap unless it says so by loading them from a
+    descriptor.
     """
 
     def __init__(
@@ -178,5 +179,3 @@ class Loop:
         go_on = self.k.b.append_basic_block("go_on")
         self.k.b.cbranch(condition.v, self.body, go_on)
         self.k.b.position_at_end(go_on)
-
-

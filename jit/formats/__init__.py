@@ -11,8 +11,22 @@ from colibri_offload.jit.formats.legacy import IQ4_NL, MXFP4, Q4_0, Q4_1, Q5_0, 
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        F32(), F16(), BF16(), Q8_0(), Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q2_K(), Q3_K(), Q4_K(), Q5_K(), Q6_K(), IQ4_NL(),
-        IQ4_XS(), MXFP4(),
+        F32(),
+        F16(),
+        BF16(),
+        Q8_0(),
+        Q4_0(),
+        Q4_1(),
+        Q5_0(),
+        Q5_1(),
+        Q2_K(),
+        Q3_K(),
+        Q4_K(),
+        Q5_K(),
+        Q6_K(),
+        IQ4_NL(),
+        IQ4_XS(),
+        MXFP4(),
     )
 }
 

@@ -1,9 +1,10 @@
 """What a weight format is: ggml's row-major blocks on one side, the compute layout on the other.
 
-**R16, the compute layout.** Rows are taken in groups of 16, columns in steps. A tile (16 rows × one step) holds the 16 rows'
-scales side by side, then their quants with 4 consecutive columns of one row per 32-bit lane ("quads"). One 512-bit load then
-feeds one dot instruction for 16 rows, and a narrower machine takes the same bytes in pieces. The size is that of the file
-(plus padding to 64 bytes, stated by each format). A matrix is its groups one after another, each a stream of tiles.
+**R16, the compute layout.** Rows are taken in groups of 16, columns in steps. A tile (16 rows × one step) holds the
+16 rows' scales side by side, then their quants with 4 consecutive columns of one row per 32-bit lane ("quads"). One
+512-bit load then feeds one dot instruction for 16 rows, and a narrower machine takes the same bytes in pieces. The
+size is that of the file (plus padding to 64 bytes, stated by each format). A matrix is its groups one after another,
+each a stream of tiles.
 
 Every quantised format is affine: w = scale · (q − zero) − offset, q an unsigned byte.
 """

@@ -1,7 +1,7 @@
 """ggml's super-blocks of 256 columns. Source: ggml-common.h and the k-quants description in llama.cpp PR 1684.
 
-The groups of a super-block are a rolled loop on purpose: fully unrolled, LLVM reorders the loads and the hardware prefetcher
-loses the stream.
+The groups of a super-block are a rolled loop on purpose: fully unrolled, LLVM reorders the loads and the hardware
+prefetcher loses the stream.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ class Q5_K(Q4_K):
 
 
 class Q6_K(QuantFormat):
-    """210 bytes per 256: low nibbles, 2 high bits, 16 signed byte scales (one per 16 columns), f16 d; w = d·sc·(q − 32).
+    """210 bytes per 256: low nibbles, 2 high bits, 16 signed byte scales (one per 16 columns), f16 d; w = d·sc·(q −
+    32).
 
-    Tile: d (32 bytes, padded to 64) | scales 16 × 16 | low nibbles 32 × 64 | high bits 16 × 64: 3,392 bytes, 1 % padding.
+    Tile: d (32 bytes, padded to 64) | scales 16 × 16 | low nibbles 32 × 64 | high bits 16 × 64: 3,392 bytes, 1 %
+    padding.
     """
 
     name, block_elements, block_nbytes, step, tile_nbytes = "Q6_K", 256, 210, 256, 3392
@@ -105,9 +107,7 @@ class Q6_K(QuantFormat):
             high = [words(self.quad(k, tile + half * 512, 2368 + 64 * j, sub)) for j in range(8)]
             for b in range(4):
                 nibbles = [(high_nibbles if b > 1 else low_nibbles)(x) for x in low[8 * (b & 1) : 8 * (b & 1) + 8]]
-                quads = [
-                    x | ((h >> 2 * b & 0x03030303) << 4).bits(x.t) for x, h in zip(nibbles, high, strict=True)
-                ]
+                quads = [x | ((h >> 2 * b & 0x03030303) << 4).bits(x.t) for x, h in zip(nibbles, high, strict=True)]
                 at = scales + (half * 8 + 2 * b) * stride
                 parts = [Part(4 * i, 4, at.load(t, i * stride, stride), zero=32) for i in range(2)]
                 yield Block(half * 4 + b, quads, parts)
@@ -146,7 +146,8 @@ class Q2_K(QuantFormat):
 
 
 class Q3_K(QuantFormat):
-    """110 bytes per 256: a third bit per column, 2-bit quants, 16 six-bit scales in 12 bytes, f16 d; w = d·(s − 32)·(q − 4).
+    """110 bytes per 256: a third bit per column, 2-bit quants, 16 six-bit scales in 12 bytes, f16 d; w = d·(s −
+    32)·(q − 4).
 
     Tile: d (padded to 64) | scales 12 × 16 | third bits 8 × 64 | quants 16 × 64: 1,792 bytes, 2 % padding.
     """
@@ -181,7 +182,9 @@ class Q3_K(QuantFormat):
                     for x, h in zip(packed, third, strict=True)
                 ]
                 at = scales + (half * 8 + 2 * b) * stride
-                yield Block(half * 4 + b, quads, [Part(4 * i, 4, at.load(t, i * stride, stride), zero=4) for i in (0, 1)])
+                yield Block(
+                    half * 4 + b, quads, [Part(4 * i, 4, at.load(t, i * stride, stride), zero=4) for i in (0, 1)]
+                )
 
 
 class IQ4_XS(QuantFormat):

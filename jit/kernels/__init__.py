@@ -1,4 +1,5 @@
-"""Kernels by what they compute. Each is a task function `void f(ptr args, i64 task)`; `Kernels` compiles them on demand."""
+"""Kernels by what they compute. Each is a task function `void f(ptr args, i64 task)`; `Kernels` compiles them on
+demand."""
 
 from __future__ import annotations
 
@@ -74,9 +75,7 @@ class Kernels:
     def route(self, rule: RouterRule) -> int:
         return self._get(f"route.{rule}", "route", lambda m: router.emit_route(m, self.target, rule))
 
-    def experts_up(
-        self, gate: Format, up: Format, x_act: Activations, h_act: Activations, f: ExpertActivation
-    ) -> int:
+    def experts_up(self, gate: Format, up: Format, x_act: Activations, h_act: Activations, f: ExpertActivation) -> int:
         return self._get(
             f"experts_up.{gate.name}.{up.name}.{x_act.name}.{h_act.name}.{f}", "experts_up",
             lambda m: experts.emit_experts_up(m, self.target, gate, up, x_act, h_act, f),

@@ -1,7 +1,7 @@
 """Activation layouts: what a dot product reads on its other side.
 
-Tokens are packed in tiles of T ∈ {8, 4, 2, 1}; a tile is its blocks of 32 columns one after another, each block holding the T
-tokens' values side by side. The matrix–vector product is the matrix product with T = 1.
+Tokens are packed in tiles of T ∈ {8, 4, 2, 1}; a tile is its blocks of 32 columns one after another, each block
+holding the T tokens' values side by side. The matrix–vector product is the matrix product with T = 1.
 
 Sums of a block are kept negated, because a format's offset is subtracted: acc += offset · (−Σx).
 """
@@ -33,7 +33,8 @@ def padded_tokens(tokens: int) -> int:
 
 
 class Activations(ABC):
-    """One layout. `acc` are T variables of f32 [lanes], one per token: 16 rows' (or fewer lanes') running dot products."""
+    """One layout. `acc` are T variables of f32 [lanes], one per token: 16 rows' (or fewer lanes') running dot
+    products."""
 
     name: ClassVar[str]
     token_nbytes: ClassVar[int]  # of one token in one block
@@ -63,7 +64,8 @@ def rounded(k: Fn, x: Val, inverse: Val) -> Val:
 
 
 class Int8(Activations):
-    """Per token and 32 columns: 32 signed bytes, f32 scale d, then −d·Σq over all, over the first and over the last 16."""
+    """Per token and 32 columns: 32 signed bytes, f32 scale d, then −d·Σq over all, over the first and over the
+    last 16."""
 
     name, token_nbytes = "int8", 48
 

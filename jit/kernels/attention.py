@@ -1,8 +1,8 @@
 """RoPE, the paged KV cache and attention over it.
 
 A page holds 64 consecutive positions of one sequence. Within a layer's part of a page, per kv head: keys as four tiles
-[D][16 positions] (so 16 scores are one vector), then values [64 positions][V]. The softmax runs page by page from the first
-visible one, so a query's arithmetic depends on its position alone, never on how the prompt was cut into chunks.
+[D][16 positions] (so 16 scores are one vector), then values [64 positions][V]. The softmax runs page by page from the
+first visible one, so a query's arithmetic depends on its position alone, never on how the prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def lanes_for(target: Target, count: int) -> int:
     return n
 
 
-# src, dst: f32, token rows *_stride bytes apart, heads *_head bytes apart; cos, sin: f32 [tokens][pairs] or null (no rotation);
-# weight: f32 [dim], RMSNorm over the head before rotation, or null.
+# src, dst: f32, token rows *_stride bytes apart, heads *_head bytes apart; cos, sin: f32 [tokens][pairs] or null (no
+# rotation); weight: f32 [dim], RMSNorm over the head before rotation, or null.
 Rope = Struct(
     "Rope", src=ptr, dst=ptr, weight=ptr, cos=ptr, sin=ptr, src_stride=i64, dst_stride=i64, src_head=i64, dst_head=i64,
     heads=i64, eps=f32, pad=f32,
@@ -91,9 +91,18 @@ def emit_rope(module: ir.Module, target: Target, dim: int, pairs: int, interleav
             (dst + at).store((x + at).load(vec(f32, n), 0, 4), 0, 4)
 
 
-# key, value: f32, token rows *_stride bytes apart, heads packed; pages: ptr per token to its page; position: i32 per token.
+# key, value: f32, token rows *_stride bytes apart, heads packed; pages: ptr per token to its page; position: i32 per
+# token.
 StoreKv = Struct(
-    "StoreKv", key=ptr, value=ptr, pages=ptr, positions=ptr, key_stride=i64, value_stride=i64, layer_at=i64, kv_heads=i64
+    "StoreKv",
+    key=ptr,
+    value=ptr,
+    pages=ptr,
+    positions=ptr,
+    key_stride=i64,
+    value_stride=i64,
+    layer_at=i64,
+    kv_heads=i64,
 )
 
 
@@ -124,8 +133,8 @@ def emit_store_kv(module: ir.Module, target: Target, key_dim: int, value_dim: in
             (row + d * size).store(narrow((value + d * 4).load(vec(f32, n), 0, 4)), 0, size)
 
 
-# q, out: f32, token rows *_stride bytes apart, heads packed. tables: ptr per token to its sequence's array of page pointers;
-# positions: i32 per token; window 0: none; sinks: f32 per head or null. chunks: query heads per kv head ÷ R.
+# q, out: f32, token rows *_stride bytes apart, heads packed. tables: ptr per token to its sequence's array of page
+# pointers; positions: i32 per token; window 0: none; sinks: f32 per head or null. chunks: query heads per kv head ÷ R.
 Attend = Struct(
     "Attend", q=ptr, out=ptr, tables=ptr, positions=ptr, sinks=ptr, q_stride=i64, out_stride=i64, layer_at=i64,
     kv_heads=i64, chunks=i64, window=i64, scale=f32, pad=f32,
@@ -133,9 +142,7 @@ Attend = Struct(
 NEGATIVE = -1.0e30
 
 
-def emit_attend(
-    module: ir.Module, target: Target, key_dim: int, value_dim: int, queries: int, kv_type: str
-) -> None:
+def emit_attend(module: ir.Module, target: Target, key_dim: int, value_dim: int, queries: int, kv_type: str) -> None:
     """Task: `queries` heads that share a kv head, one token, all its visible positions.
 
     Source: Dao et al. 2022 (the running softmax), arXiv:2205.14135; Xiao et al. 2023 (sinks), arXiv:2309.17453.
@@ -201,7 +208,8 @@ def emit_attend(
                     at = sums + d * 4
                     at.store(at.load(vec(f32, n_value), 4 * value_dim * r, 4) * shrink, 4 * value_dim * r, 4)
             values = page + key_dim * PAGE * size
-            # positions after the query's own have weight zero; their rows may never have been written, so stop before them
+            # positions after the query's own have weight zero; their rows may never have been written, so stop before
+            # them
             count = (position - start + 1).min(k.const(i64, PAGE))
             with k.range(0, value_dim, n_value) as d:
                 at = sums + d * 4

@@ -54,7 +54,8 @@ def _emit(module: ir.Module, target: Target, fmt: Format, act: Activations, toke
 
 
 def for_each_tile(k: Fn, full: Val, tail: Val, body) -> None:  # type: ignore[no-untyped-def]
-    """body(T, tile index in units of its own kind, first token) for `full` tiles of 8, then for the tail of 4, 2 or 1."""
+    """body(T, tile index in units of its own kind, first token) for `full` tiles of 8, then for the tail of 4, 2
+    or 1."""
     with k.range(0, full) as n:
         body(8, n, n * 8)
     for size in (4, 2, 1):

@@ -42,9 +42,16 @@ class ExpertActivation:
 
 
 def emit_experts_up(
-    module: ir.Module, target: Target, gate: Format, up: Format, x_act: Activations, h_act: Activations, f: ExpertActivation
+    module: ir.Module,
+    target: Target,
+    gate: Format,
+    up: Format,
+    x_act: Activations,
+    h_act: Activations,
+    f: ExpertActivation,
 ) -> None:
-    """Task: `up_chunk` blocks of 32 hidden units of one expert, all its tokens. Gate and up are interleaved per 32 rows."""
+    """Task: `up_chunk` blocks of 32 hidden units of one expert, all its tokens. Gate and up are interleaved per
+    32 rows."""
     gate_dot = emit_dot(module, target, gate, x_act)
     up_dot = gate_dot if up is gate else emit_dot(module, target, up, x_act)
     lanes = target.lanes
@@ -131,8 +138,9 @@ def emit_resolve(module: ir.Module, target: Target) -> None:
             (segments + i * Segment.nbytes).store((table + expert * 8).load(ptr))
 
 
-# x[t] += Σ_r weights[t][r] · y[t·ranks + r] + gate(t) · shared[t], in that order. Strides in bytes; columns multiple of 16
-# (rows are padded). shared null: none; shared_gate: f32 logits, gate_stride bytes apart, through a sigmoid (null: 1).
+# x[t] += Σ_r weights[t][r] · y[t·ranks + r] + gate(t) · shared[t], in that order. Strides in bytes; columns multiple
+# of 16 (rows are padded). shared null: none; shared_gate: f32 logits, gate_stride bytes apart, through a sigmoid
+# (null: 1).
 Combine = Struct(
     "Combine", x=ptr, y=ptr, weights=ptr, shared=ptr, shared_gate=ptr, x_stride=i64, y_stride=i64, weights_stride=i64,
     gate_stride=i64, ranks=i64, columns=i64, chunk=i64, tasks_per_token=i64,
@@ -146,7 +154,12 @@ def emit_combine(module: ir.Module, target: Target) -> None:
     with Fn(module, target, "combine", {"args": ptr, "task": i64}) as k:
         a = Combine.at(k.args)
         token, first = k.task // a.tasks_per_token, k.task % a.tasks_per_token * a.chunk
-        x, weights, ranks, y_stride = a.x + token * a.x_stride, a.weights + token * a.weights_stride, a.ranks, a.y_stride
+        x, weights, ranks, y_stride = (
+            a.x + token * a.x_stride,
+            a.weights + token * a.weights_stride,
+            a.ranks,
+            a.y_stride,
+        )
         y, shared = a.y + token * ranks * y_stride, a.shared
         has_shared = k.not_null(shared)
         factor = k.var(k.const(f32, 1.0))

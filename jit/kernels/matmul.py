@@ -10,8 +10,8 @@ from colibri_offload.jit.kernels.activations import Activations
 from colibri_offload.jit.kernels.dot import emit_dot, for_each_tile
 from colibri_offload.jit.targets import Target
 
-# w: groups of 16 rows; x: packed tokens, x_blocks blocks of 32 columns each; y: f32 rows of y_stride bytes, 16·groups wide.
-# bias: f32 [16·groups] or null. batches repeat the product with other pointers (one per attention head, say):
+# w: groups of 16 rows; x: packed tokens, x_blocks blocks of 32 columns each; y: f32 rows of y_stride bytes, 16·groups
+# wide. bias: f32 [16·groups] or null. batches repeat the product with other pointers (one per attention head, say):
 # task = batch · tasks_per_batch + chunk, a chunk is `chunk` groups.
 Matmul = Struct(
     "Matmul", w=ptr, x=ptr, y=ptr, bias=ptr, groups=i64, steps=i64, x_blocks=i64, full_tiles=i64, tail_tile=i64,

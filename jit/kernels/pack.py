@@ -10,8 +10,8 @@ from colibri_offload.jit.formats import ROWS, Format
 from colibri_offload.jit.kernels.activations import TILES, Activations
 from colibri_offload.jit.targets import Target
 
-# rows: count of rows at `src`, row_stride bytes apart; task t takes the 16 rows from t·row_step on and writes a group at
-# dst + t·dst_stride. blocks: blocks in a source row; zeros: block_nbytes of zeros.
+# rows: count of rows at `src`, row_stride bytes apart; task t takes the 16 rows from t·row_step on and writes a group
+# at dst + t·dst_stride. blocks: blocks in a source row; zeros: block_nbytes of zeros.
 PackWeights = Struct(
     "PackWeights", src=ptr, dst=ptr, zeros=ptr, rows=i64, row_stride=i64, row_step=i64, dst_stride=i64, blocks=i64,
     steps=i64,
@@ -19,7 +19,8 @@ PackWeights = Struct(
 
 
 def emit_pack_weights(module: ir.Module, target: Target, fmt: Format) -> None:
-    """Task: one group of 16 rows of the file's layout → the compute layout. Rows and blocks beyond the end read `zeros`."""
+    """Task: one group of 16 rows of the file's layout → the compute layout. Rows and blocks beyond the end read
+    `zeros`."""
     per_step = fmt.step // fmt.block_elements
     word = {1: i8, 2: i16, 4: i32}
     with Fn(module, target, "pack_weights", {"args": ptr, "task": i64}) as k:
@@ -42,12 +43,28 @@ def emit_pack_weights(module: ir.Module, target: Target, fmt: Format) -> None:
 
 # src: f32 rows src_stride bytes apart, of `columns` columns; index: i32 row numbers (−1: no token, zeros) or null;
 # weight: f32 [columns] or null. tiles: (first token, T) per task as i32 pairs, or null: full_tiles of 8, then the tail.
-# The packed tokens go to `out` (null: none), x_blocks blocks each; float rows of the normed values to `rows_out` (null: none).
-# batches: like Matmul's, tiles_per_batch tasks each.
+# The packed tokens go to `out` (null: none), x_blocks blocks each; float rows of the normed values to `rows_out`
+# (null: none). batches: like Matmul's, tiles_per_batch tasks each.
 PackTokens = Struct(
-    "PackTokens", src=ptr, index=ptr, tiles=ptr, weight=ptr, out=ptr, rows_out=ptr, src_stride=i64, rows_out_stride=i64, columns=i64,
-    x_blocks=i64, tokens=i64, full_tiles=i64, tail_tile=i64, tiles_per_batch=i64, src_batch=i64, out_batch=i64, eps=f32,
-)  # fmt: skip
+    "PackTokens",
+    src=ptr,
+    index=ptr,
+    tiles=ptr,
+    weight=ptr,
+    out=ptr,
+    rows_out=ptr,
+    src_stride=i64,
+    rows_out_stride=i64,
+    columns=i64,
+    x_blocks=i64,
+    tokens=i64,
+    full_tiles=i64,
+    tail_tile=i64,
+    tiles_per_batch=i64,
+    src_batch=i64,
+    out_batch=i64,
+    eps=f32,
+)
 
 
 def load_block(k: Fn, row: Val, block: Val, columns: Val) -> list[Val]:
@@ -79,7 +96,13 @@ def emit_pack_tokens(module: ir.Module, target: Target, act: Activations) -> Non
         a = PackTokens.at(k.args)
         batch, tile = k.task // a.tiles_per_batch, k.task % a.tiles_per_batch
         src, index, weight, columns = a.src + batch * a.src_batch, a.index, a.weight, a.columns
-        out, rows_out, x_blocks, tokens, full = a.out + batch * a.out_batch, a.rows_out, a.x_blocks, a.tokens, a.full_tiles
+        out, rows_out, x_blocks, tokens, full = (
+            a.out + batch * a.out_batch,
+            a.rows_out,
+            a.x_blocks,
+            a.tokens,
+            a.full_tiles,
+        )
         has_out, has_rows, has_weight = k.not_null(a.out), k.not_null(rows_out), k.not_null(weight)
         used = (columns + 31) // 32
 

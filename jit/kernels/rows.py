@@ -48,5 +48,3 @@ def emit_gather_rows(module: ir.Module, target: Target, fmt: Format) -> None:
                                         w = q * part.scale
                                         floats.append(w - part.offset if part.offset is not None else w)
                             emit_block(floats, (k.val(block.index, i64)) * 32 + step * fmt.step, sub)
-
-

@@ -42,4 +42,4 @@ def get_target(name: str | None = None) -> Target:
     return by_name[name]() if name in by_name else Target()
 
 
-__all__ = ["Avx2", "Avx512Vnni", "NeonDot", "Target", "X86", "available", "get_target"]
+__all__ = ["X86", "Avx2", "Avx512Vnni", "NeonDot", "Target", "available", "get_target"]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class NeonDot(Target):
-    """NEON + dotprod. `cross=True` compiles for AArch64 Linux on another machine (to look at the code, not to run it)."""
+    """NEON + dotprod. `cross=True` compiles for AArch64 Linux on another machine (to look at the code, not to run
+    it)."""
 
     name, lanes, registers = "neondot", 4, 32
 
@@ -38,7 +39,8 @@ class NeonDot(Target):
         return Val(x.k, x.k.b.fptrunc(x.v, like(x.t, f16))).bits(like(x.t, i16))
 
     def dot4(self, acc: Val, u: Val, s: Val, wide: bool) -> Val:
-        """sdot multiplies signed by signed: bytes above 127 are moved down by 128, and 128·Σs is added by a second sdot."""
+        """sdot multiplies signed by signed: bytes above 127 are moved down by 128, and 128·Σs is added by a
+        second sdot."""
 
         def sdot(a: Val, x: Val, y: Val) -> Val:
             return a.k.target_intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", vec(i32, 4), a, x, y)

@@ -72,7 +72,9 @@ class Avx2(X86):
         k = index.k
         t = k.const(vec(i8, 32), [*table, *table])
         parts = [
-            k.target_intrinsic("llvm.x86.avx2.pshuf.b", vec(i8, 32), t, index.part(i, 32) if index.lanes > 32 else index)
+            k.target_intrinsic(
+                "llvm.x86.avx2.pshuf.b", vec(i8, 32), t, index.part(i, 32) if index.lanes > 32 else index
+            )
             for i in range(max(1, index.lanes // 32))
         ]
         return parts[0].concat(*parts[1:])
