@@ -10,6 +10,7 @@ Ends with one JSON line.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import time
 from collections.abc import Callable
@@ -152,8 +153,6 @@ class Product:
         self._check(kernels, fmt, one, x, rows, cols)
 
     def _check(self, kernels: Kernels, fmt: Format, w: np.ndarray, x: np.ndarray, rows: int, cols: int) -> None:
-        import ctypes
-
         dense, ids, args = np.zeros((rows, cols), np.float32), np.arange(rows, dtype=np.int32), GatherRows.new()
         packed = aligned(len(w))
         packed[:] = w
@@ -204,9 +203,8 @@ def main() -> None:
     args = parser.parse_args()
     compiler = Compiler(get_target())
     kernels, results = Kernels(compiler), []
-    print(
-        f"target {compiler.target!r}; W [{args.rows}, {args.cols}]; decode: 1 token, weights from memory; prefill: 64 tokens"
-    )
+    print(f"target {compiler.target!r}; W [{args.rows}, {args.cols}]")
+    print("decode: 1 token, weights from memory; prefill: 64 tokens")
     print(f"{'format':8} {'threads':>7} {'decode GB/s':>12} {'share':>6} {'prefill Gop/s':>14} {'share':>6}")
     for threads in map(int, args.threads.split(",")):
         pool = WorkerPool(compiler, threads)
@@ -232,9 +230,8 @@ def main() -> None:
             }
             results.append(row)
             share, dot_share = median(gbs) / median(reads), median(ops) / median(dots)
-            print(
-                f"{name:8} {threads:7} {median(gbs) / 1e9:12.1f} {share:6.2f} {median(ops) / 1e9:14.0f} {dot_share:6.2f}"
-            )
+            gb, gop = median(gbs) / 1e9, median(ops) / 1e9
+            print(f"{name:8} {threads:7} {gb:12.1f} {share:6.2f} {gop:14.0f} {dot_share:6.2f}")
         pool.close()
     print(json.dumps({"bench": "kernels", "target": compiler.target.name, "results": results}))
 
