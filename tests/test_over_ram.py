@@ -60,7 +60,7 @@ def test_a_model_of_three_times_the_memory_runs_within_the_limit(model: Path, fr
                 continue
         report = finish_child(child)
         assert group.oom_kills() == 0
-    stats, budget = report["stats"], report["budget_bytes"]
+    stats, budget = report["stats"], report["budget"]["total_bytes"]
     print(f"budget {budget:,}, peak {stats['peak_memory_bytes']:,}, anonymous {peak_anonymous:,} of limit {limit:,}")
     assert budget <= limit
     assert stats["peak_memory_bytes"] <= budget
