@@ -13,6 +13,25 @@ from colibri_offload.options import LoadOptions
 from colibri_offload.text.sampling import Sampling
 
 
+def whole_number(text: str | int) -> int:
+    """Parser of integer flags: unlike typer's own, its message shows the value."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from error
+
+
+def number(text: str | float) -> float:
+    """Parser of float flags."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a number") from error
+
+
+_PARSERS: Mapping[Any, Callable[..., Any]] = {int: whole_number, int | None: whole_number, float: number}
+
+
 @dataclass(frozen=True)
 class Flag:
     """A field of a dataclass as a flag. `names`: how it is written, by default --the-field."""
@@ -25,7 +44,13 @@ class Flag:
 
     def parameter(self, default: Any) -> inspect.Parameter:
         names = self.names or ("--" + self.field.replace("_", "-"),)
-        option = typer.Option(*names, help=self.help, metavar=self.metavar, show_default=default is not None)
+        option = typer.Option(
+            *names,
+            help=self.help,
+            metavar=self.metavar,
+            show_default=default is not None,
+            parser=_PARSERS.get(self.type),
+        )
         kind = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.field, kind, default=default, annotation=Annotated[self.type, option])
 
@@ -95,7 +120,9 @@ Model = Annotated[
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A GGUF file, safetensors directory, store, or demo.")
 ]
-MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.")]
+MaxTokens = Annotated[
+    int, typer.Option("-n", "--max-tokens", metavar="N", help="Most tokens to generate.", parser=whole_number)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
