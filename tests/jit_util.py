@@ -50,8 +50,8 @@ def kernels(target: str | None = None) -> Kernels:
     return Kernels(Compiler(get_target(target), CACHE_DIR))
 
 
-def aligned(nbytes: int, fill: int = CANARY) -> np.ndarray:
-    """uint8 [nbytes], 64-byte-aligned, followed by 64 canary bytes (see `intact`)."""
+def aligned(nbytes: int, fill: int = 0xFF) -> np.ndarray:
+    """uint8 [nbytes], 64-byte-aligned, followed by 64 canary bytes (see `intact`). 0xFF: unwritten floats are NaN."""
     raw = np.full(nbytes + 128, CANARY, np.uint8)
     start = -raw.ctypes.data % 64
     raw[start : start + nbytes] = fill

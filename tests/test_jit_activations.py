@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jit_util import aligned, floats, int8_blocks, intact, kernels, pack_tokens, run
+
 from colibri_offload.jit.emit import Fn, Struct, f32, i64, ptr, vec
 from colibri_offload.jit.kernels.activations import ACTIVATIONS, INT8, Activations, padded_tokens, tile_counts
 from colibri_offload.jit.kernels.experts import ExpertActivation
 from colibri_offload.jit.kernels.math import exp, sigmoid, silu
 from colibri_offload.jit.kernels.pack import PackTokens
-from jit_util import aligned, floats, int8_blocks, intact, kernels, pack_tokens, run
 
 TOKENS = (1, 2, 3, 5, 8, 13)
 both = pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)

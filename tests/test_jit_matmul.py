@@ -6,9 +6,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from colibri_offload.jit.formats import FORMATS
-from colibri_offload.jit.kernels.activations import INT8, activations_for, padded_tokens, tile_counts
-from colibri_offload.jit.kernels.matmul import Matmul
 from jit_util import (
     FORMAT_MODES,
     Weights,
@@ -24,6 +21,10 @@ from jit_util import (
     run,
     weights_of,
 )
+
+from colibri_offload.jit.formats import FORMATS
+from colibri_offload.jit.kernels.activations import INT8, activations_for, padded_tokens, tile_counts
+from colibri_offload.jit.kernels.matmul import Matmul
 
 TOKENS = (1, 2, 3, 5, 8, 13)
 every_kernel = pytest.mark.parametrize(("name", "mode"), FORMAT_MODES)

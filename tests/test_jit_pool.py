@@ -22,6 +22,7 @@ from colibri_offload.jit import pool as pool_module
 from colibri_offload.jit.compiler import Compiler
 from colibri_offload.jit.emit import Fn, Struct, Val, i64, ptr
 from colibri_offload.jit.emit.types import const
+from colibri_offload.jit.kernels import Kernels
 from colibri_offload.jit.pool import Op, Stage, WorkerPool
 from colibri_offload.jit.program import Program
 from colibri_offload.jit.targets import get_target
@@ -274,6 +275,19 @@ def test_platforms_without_futex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     programs = Programs(20, seed=1)
     programs.run(WorkerPool(Compiler(get_target(), tmp_path), 1))
     programs.check()
+
+
+def test_running_a_kernel_in_the_calling_thread(tmp_path: Path) -> None:
+    """Kernels.run: every task once, none when there are none."""
+    counts, shared = np.zeros(7, np.int64), np.zeros(2, np.int64)
+    args = Probe.new()
+    for name, value in probe_fields(counts, shared, 0).items():
+        args[name] = value
+    kernels = Kernels(Compiler(get_target(), tmp_path))
+    for tasks in (0, 1, 5):
+        counts[:] = 0
+        kernels.run(probe(), args.ctypes.data, tasks)
+        assert counts.tolist() == [1] * tasks + [0] * (7 - tasks)
 
 
 # ---- programs

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from colibri_offload.jit.kernels.router import Route, RouterRule
 from jit_util import floats, intact, kernels, run
+
+from colibri_offload.jit.kernels.router import Route, RouterRule
 
 SOFTMAX = RouterRule(
     experts=8, top_k=2, score="softmax", renormalise=True, scaling=1.0, denominator_eps=0.0, choice_bias=False,
