@@ -44,7 +44,7 @@ def _add(k: Fn, p: Val, n: int, t: ir.Type, order: str = "acq_rel") -> None:
 
 
 def emit_pool(module: ir.Module, compiler: Compiler) -> None:
-    """worker_loop(ctx), run_program(ctx, stages, n, ops), and nothing(args, task)."""
+    """worker_loop(ctx) and run_program(ctx, stages, n, ops)."""
     target = compiler.target
     syscall = ir.Function(module, ir.FunctionType(i64, [i64], var_arg=True), "syscall")
     number = _SYS_FUTEX.get(os.uname().machine, -1)  # without one there are no workers and nothing sleeps

@@ -16,7 +16,7 @@ Tasks = Callable[[int], int]
 class Program:
     """Stages of operations, built once. `seal()` fixes the addresses; then descriptors may still be changed in place.
 
-    with p.stage(): p.add(kernel_address, Struct, field=value, …) → the descriptor (a one-element structured array
+    p.stage(); p.add(kernel_address, Struct, field=value, …) → the descriptor (a one-element structured array
     view).
     """
 

@@ -52,6 +52,8 @@ CASES = {
     "bf16_oai_bias": Case("BF16", "BF16", "BF16", "float32", hidden=80, width=72, f=OAI, bias=True),
     "k_mixed": Case("Q4_K", "Q4_K", "Q6_K", "int8", hidden=256, width=256),
     "gate_up_differ": Case("Q4_0", "Q8_0", "Q5_1", "int8", width=64, bias=True),
+    "steps_differ": Case("MXFP4", "Q4_K", "Q8_0", "int8", hidden=256, width=64),
+    "steps_differ_float": Case("F16", "Q4_K", "Q8_0", "float32", hidden=256, width=64),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -129,7 +131,6 @@ def feed_forward(case: Case, work: list[Work], chunk: int = 1) -> tuple[np.ndarr
     k, first = kernels(), work[0].expert
     x_act, h_act = activations_for(first.gate.fmt, case.mode), activations_for(first.down.fmt, case.mode)
     h_blocks, x_blocks = first.down.blocks, max(first.gate.blocks, first.up.blocks)
-    assert first.gate.steps == first.up.steps
     trash = max(r for w in work for r in w.rows) + 1
     y = floats(trash + 1, ROWS * first.down.groups, fill=7.0)
     segments = Segment.new(len(work))
@@ -150,7 +151,8 @@ def feed_forward(case: Case, work: list[Work], chunk: int = 1) -> tuple[np.ndarr
     up_tasks, down_tasks = -(-first.hidden_blocks // chunk), -(-first.down.groups // chunk)
     fields = {
         "segments": segments, "y": y, "y_stride": y.strides[0], "x_blocks": x_blocks, "h_blocks": h_blocks,
-        "hidden_blocks": first.hidden_blocks, "up_steps": first.gate.steps, "down_steps": first.down.steps,
+        "hidden_blocks": first.hidden_blocks, "gate_steps": first.gate.steps,
+        "up_steps": first.up.steps, "down_steps": first.down.steps,
         "down_at": first.down_at, "bias_at": first.bias_at, "groups": first.down.groups, "up_chunk": chunk,
         "up_tasks": up_tasks, "down_chunk": chunk, "down_tasks": down_tasks,
     }  # fmt: skip

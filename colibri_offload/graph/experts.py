@@ -22,7 +22,9 @@ class ExpertRunner:
 
     def __init__(self, c: Context, layout: ExpertLayout, activation: Activation, *, h: str, y: str, max_segments: int):
         self.layout, self.count = layout, 0
-        self.x_act: Activations = activations_for(layout.gate, c.mode)
+        # the float32 layout serves every format: one packed input for gate and up, even if only one of them is float
+        wanted = layout.gate if layout.gate.is_float else layout.up
+        self.x_act: Activations = activations_for(wanted, c.mode)
         self.h_act: Activations = activations_for(layout.down, c.mode)
         f = ExpertActivation(activation.kind, activation.alpha, activation.limit)
         self._segments = Segment.new(max_segments)
@@ -33,7 +35,8 @@ class ExpertRunner:
         self._fields = {
             "segments": self._segments.ctypes.data, "y": self.y.address, "y_stride": self.y.stride,
             "x_blocks": x_blocks(layout.hidden), "h_blocks": x_blocks(layout.intermediate),
-            "hidden_blocks": layout.hidden_blocks, "up_steps": layout.up_steps, "down_steps": layout.down_steps,
+            "hidden_blocks": layout.hidden_blocks, "gate_steps": layout.gate_steps,
+            "up_steps": layout.up_steps, "down_steps": layout.down_steps,
             "down_at": layout.down_at, "bias_at": layout.bias_at, "groups": layout.groups,
         }  # fmt: skip
 

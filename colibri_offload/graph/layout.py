@@ -97,9 +97,12 @@ class ExpertLayout:
         return self.up.group_nbytes(self.hidden)
 
     @property
-    def up_steps(self) -> int:
-        assert self.gate.step == self.up.step or self.hidden % max(self.gate.step, self.up.step) == 0
+    def gate_steps(self) -> int:
         return -(-self.hidden // self.gate.step)
+
+    @property
+    def up_steps(self) -> int:
+        return -(-self.hidden // self.up.step)
 
     @property
     def down_steps(self) -> int:

@@ -21,7 +21,8 @@ from colibri_offload.jit.targets import Target
 Segment = Struct("Segment", record=ptr, x=ptr, h=ptr, rows=ptr, full_tiles=i64, tail_tile=i64)
 # Offsets of the sections in a record, geometry, and where outputs go. bias_at < 0: no biases.
 Experts = Struct(
-    "Experts", segments=ptr, y=ptr, y_stride=i64, x_blocks=i64, h_blocks=i64, hidden_blocks=i64, up_steps=i64,
+    "Experts", segments=ptr, y=ptr, y_stride=i64, x_blocks=i64, h_blocks=i64, hidden_blocks=i64, gate_steps=i64,
+    up_steps=i64,
     down_steps=i64, down_at=i64, bias_at=i64, groups=i64, up_chunk=i64, up_tasks=i64, down_chunk=i64, down_tasks=i64,
 )  # fmt: skip
 
@@ -60,8 +61,9 @@ def emit_experts_up(
         a = Experts.at(k.args)
         s = Segment.at(a.segments + (k.task // a.up_tasks) * Segment.nbytes)
         record, x, h, full, tail = s.record, s.x, s.h, s.full_tiles, s.tail_tile
-        steps, x_blocks, h_blocks, blocks, bias_at = a.up_steps, a.x_blocks, a.h_blocks, a.hidden_blocks, a.bias_at
-        gate_group, up_group = steps * gate.tile_nbytes, steps * up.tile_nbytes
+        x_blocks, h_blocks, blocks, bias_at = a.x_blocks, a.h_blocks, a.hidden_blocks, a.bias_at
+        gate_steps, up_steps = a.gate_steps, a.up_steps
+        gate_group, up_group = gate_steps * gate.tile_nbytes, up_steps * up.tile_nbytes
         first = k.task % a.up_tasks * a.up_chunk
         out = k.scratch(4 * 8 * 64)
         with k.range(first, (first + a.up_chunk).min(blocks)) as block:
@@ -73,8 +75,8 @@ def emit_experts_up(
             ) -> None:
                 xt = x + token * (x_blocks * x_act.token_nbytes)
                 for i in range(2):
-                    gate_dot.call(k, tokens, w + gate_group * i, xt, steps, out + 512 * i)
-                    up_dot.call(k, tokens, w + gate_group * 2 + up_group * i, xt, steps, out + 512 * (2 + i))
+                    gate_dot.call(k, tokens, w + gate_group * i, xt, gate_steps, out + 512 * i)
+                    up_dot.call(k, tokens, w + gate_group * 2 + up_group * i, xt, up_steps, out + 512 * (2 + i))
                 packed = h + (token * h_blocks * h_act.token_nbytes + block * h_act.block_nbytes(tokens))
                 with k.range(0, tokens) as t:
                     units = []
