@@ -63,6 +63,7 @@ def test_a_terminal_has_prompts_and_ctrl_c_stops_one_answer():
         screen.wait_for_more()
         process.send_signal(signal.SIGINT)
         screen.wait_for("[stopped]")
+        screen.wait_for("> ")
         os.write(control, b"\x04")
         assert process.wait(timeout=20) == 0
         assert "Traceback" not in screen.text

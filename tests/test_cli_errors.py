@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
-from cli_support import BUDGET, Cli, program
+from cli_support import BUDGET, PROGRAM, Cli, program
 from golden_util import GOLDEN
 
 from colibri_offload import Engine
@@ -121,6 +123,14 @@ def test_stdin_that_is_not_utf8():
     done = program("run", "-m", QWEN, "-p", "-", stdin=b"ab\xff")
     assert (done.code, done.out) == (2, "")
     assert "stdin: byte 2 is not UTF-8" in done.error
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_an_output_that_is_full():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*PROGRAM, "families"], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.decode() == "error: [Errno 28] No space left on device: check the file and its disk\n"
 
 
 @pytest.mark.parametrize("flags", [["--memory-budget", "1MiB"], ["--expert-cache", "1KiB", *BUDGET]])

@@ -20,9 +20,9 @@ QWEN = GOLDEN / "qwen3_moe"
 COMMANDS = ("run", "chat", "demo", "convert", "inspect", "verify", "families")
 RUN_FLAGS = (
     "--model", "--prompt", "--prompt-file", "-n", "--threads", "--ctx", "--expert-cache", "--gpu-layers",
-    "--vram-budget", "--memory-budget", "--activations", "--prefetch", "--no-prefetch", "--preload", "--lazy", "--eviction", "--io",
-    "--placement", "--batch-size", "--temperature", "--top-p", "--top-k", "--min-p", "--repeat-penalty", "--seed",
-    "--raw", "--json", "--stats",
+    "--vram-budget", "--memory-budget", "--activations", "--prefetch", "--no-prefetch", "--preload",
+    "--lazy", "--eviction", "--io", "--placement", "--batch-size", "--temperature", "--top-p", "--top-k", "--min-p",
+    "--repeat-penalty", "--seed", "--raw", "--json", "--stats",
 )  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def cli(capsys):
 
 def test_version_and_help():
     assert program("--version").out == "colibri-offload 0.1.0\n"
-    assert program().out == program("--help").out
+    assert program().out == program("-h").out
     shown = program("--help").out
     assert all(f"  {command} " in shown for command in COMMANDS)
 

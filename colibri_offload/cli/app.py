@@ -17,8 +17,9 @@ from colibri_offload.cli.run import run
 from colibri_offload.cli.verify import verify
 
 DEBUG = "COLIBRI_DEBUG"
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-app = typer.Typer(name="colibri", add_completion=False, rich_markup_mode=None)
+app = typer.Typer(name="colibri", add_completion=False, rich_markup_mode=None, context_settings=_SETTINGS)
 
 
 def _version(wanted: bool) -> None:

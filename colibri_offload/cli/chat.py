@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 from colibri_offload.cli.flags import LOAD, SAMPLING, MaxTokens, Model, takes
 from colibri_offload.cli.output import note, table
-from colibri_offload.errors import ColibriError, TextError
+from colibri_offload.errors import ColibriError, TextError, UsageError
 from colibri_offload.options import LoadOptions
 from colibri_offload.text.sampling import Sampling
 
@@ -49,6 +49,8 @@ class _Conversation:
         """The next line, stripped; "" after Ctrl-C; None at the end."""
         try:
             return input("> " if self._interactive else "").strip()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"stdin: byte {error.start} of a line is not UTF-8; send text as UTF-8") from error
         except EOFError:
             if self._interactive:
                 print()

@@ -34,6 +34,7 @@ def convert(
             )  # fmt: skip
         except KeyboardInterrupt:
             command = ["colibri", "convert", "--input", model, "--output", output, "--quant", quant, "--store", store]
+            command += ["--low-memory"] * low_memory + ["--overwrite"] * overwrite
             note(
                 f"interrupted with {format_size(meter.done)} of {format_size(meter.total)} written; go on with: "
                 f"{shlex.join(command)} --resume"

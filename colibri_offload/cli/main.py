@@ -18,7 +18,7 @@ from colibri_offload.cli.app import DEBUG, app
 from colibri_offload.cli.output import note
 from colibri_offload.errors import ColibriError, UsageError
 
-_GLOBAL_FLAGS = ("--debug", "--version", "--help")
+_GLOBAL_FLAGS = ("--debug", "--version", "--help", "-h")
 # typer brings its own click since 0.2x, so the base of its errors is reached through one that it exports
 _ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -40,6 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _trace()
         note(f"error: {error}")
         return 2 if isinstance(error, UsageError) else 1
+    except MemoryError:
+        _trace()
+        note("error: no memory is left: close other programs, or give a smaller --memory-budget or --ctx")
+        return 1
+    except OSError as error:
+        _trace()
+        _forget_stdout()
+        note(f"error: {error}: check the file and its disk")
+        return 1
     except Exception as error:
         _trace()
         hint = "" if _debugging() else "; --debug shows where"

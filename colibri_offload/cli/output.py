@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"[0-9.,]+%?( (B|[KMGT]iB|s))?")
 
 
 def one_line(text: object) -> str:
-    return " ".join(str(text).split())
+    return " ".join(str(text).splitlines())
 
 
 def note(text: str) -> None:
@@ -43,10 +43,9 @@ class Meter:
     """A progress bar on stderr, or nothing when that is no terminal. Call it with (what, done bytes, total bytes)."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(),
-            console=console, transient=True, disable=not console.is_terminal,
+            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
         self.done = self.total = 0

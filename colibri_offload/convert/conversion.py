@@ -100,7 +100,8 @@ class _Writing:
         progress: Progress,
     ):  # fmt: skip
         self._source, self._plan, self._packer, self._reader = source, plan, packer, reader
-        self._writer, self._progress, self._done = writer, progress, 0
+        self._writer, self._progress = writer, progress
+        self._done, self._total = 0, plan.nbytes
 
     def run(self) -> None:
         for name, layout in self._plan.residents.items():
@@ -115,7 +116,7 @@ class _Writing:
 
     def _advance(self, what: str, nbytes: int) -> None:
         self._done += nbytes
-        self._progress(what, self._done, self._plan.nbytes)
+        self._progress(what, self._done, self._total)
 
     def _resident(self, name: str) -> np.ndarray:
         layout = self._plan.residents[name]

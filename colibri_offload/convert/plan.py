@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -35,14 +36,17 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of all records."""
-        residents = sum(layout.nbytes for layout in self.residents.values())
-        return residents + sum(self.experts[key.layer].nbytes for key in self.keys)
+        return self._total(1)
 
     @property
     def disk_nbytes(self) -> int:
         """Bytes of the files: records are padded to pages."""
-        residents = sum(pad(layout.nbytes, PAGE) for layout in self.residents.values())
-        return residents + sum(pad(self.experts[key.layer].nbytes, PAGE) for key in self.keys)
+        return self._total(PAGE)
+
+    def _total(self, multiple: int) -> int:
+        blocks = Counter(key.layer for key in self.keys)
+        residents = sum(pad(layout.nbytes, multiple) for layout in self.residents.values())
+        return residents + sum(n * pad(self.experts[layer].nbytes, multiple) for layer, n in blocks.items())
 
 
 def make_plan(source: CheckpointSource, quant: Quant, reader: RowReader) -> Plan:
