@@ -61,10 +61,6 @@ class FileSink(ExpertSink):
         self._keep(key, record)
         return True
 
-    def cut(self) -> None:
-        """Drop what lies behind the restored records."""
-        self._file.cut()
-
     def add(self, key: ExpertKey, data: memoryview) -> None:
         record = self._file.append(key_name(key), data)
         self._journal.append({"expert": [*key], "record": [record.offset, record.nbytes, record.crc32c]})

@@ -53,7 +53,6 @@ def publish_directory(partial: Path, final: Path) -> None:
     A kill in between leaves `final` whole, old or new, or absent until recover() brings the old one back.
     """
     fsync_directory(partial)
-    recover(final)
     with translated(f"{final}: publishing {partial.name}"):
         if final.exists():
             os.rename(final, _aside(final))

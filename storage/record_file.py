@@ -54,15 +54,10 @@ class RecordFile:
         self.end += round_up(record.nbytes)
         return True
 
-    def cut(self) -> None:
-        """Drop what lies behind the last record, the rest of an interrupted append."""
-        with translated(str(self.path)):
-            self._file.truncate(self.end)
-
     def seal(self, digest: str) -> None:
         """Write the header and bring everything to the medium."""
         with translated(str(self.path)):
-            self._file.truncate(self.end)  # also completes the padding of a record found by holds()
+            self._file.truncate(self.end)  # drops the rest of an interrupted append, completes lost padding
             self._write(0, pack_header(self._kind, digest))
             os.fsync(self._file.fileno())
 

@@ -133,9 +133,6 @@ class StoreWriter:
         while good < len(entries) and self._restore_entry(entries[good]):
             good += 1
         self._journal.keep(good)
-        self._resident_file.cut()
-        if isinstance(self._experts, FileSink):
-            self._experts.cut()
 
     def _restore_entry(self, entry: dict[str, Any]) -> bool:
         try:
