@@ -1,5 +1,7 @@
 """What every expert store must do, asked of each store and wrapper; and stores against a plain dict."""
 
+import errno
+import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -153,6 +155,28 @@ def test_slices_that_are_not_there(tmp_path, part, message):
     with SliceStore({ExpertKey(0, 1): [part(tmp_path)]}, lambda key, raws, out: None, nbytes=20) as store:
         with pytest.raises(StoreError, match=message):
             store.read_into(ExpertKey(0, 1), memoryview(bytearray(4096)))
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="reads another way here")
+@pytest.mark.parametrize("failures", [1, 2])
+def test_an_io_error_is_tried_once_more(tmp_path, monkeypatch, failures):
+    key = next(iter(BLOCKS))
+    left = [failures]
+    real = os.preadv
+
+    def preadv(*args):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*args)
+
+    with open_store(write_store(tmp_path / "store", "file", BLOCKS)) as store:
+        monkeypatch.setattr(os, "preadv", preadv)
+        if failures == 1:
+            assert read_block(store, key) == BLOCKS[key]
+        else:
+            with pytest.raises(StoreError, match=r"experts\.bin: layer \d expert \d: Input/output error"):
+                read_block(store, key)
 
 
 # --- wrappers -------------------------------------------------------------------------------------------------------

@@ -35,9 +35,11 @@ def big_file(path):
 
 
 def flip(path, offset):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 0xFF
-    path.write_bytes(content)
+    with open(path, "r+b") as file:  # in place: the file may be open
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0xFF]))
 
 
 def edit(path, change, *, seal=True):
@@ -105,6 +107,8 @@ def test_damage_after_the_first_read(copy, verify, noticed):
     key = max(BLOCKS, key=lambda key: len(BLOCKS[key]))
     with open_store(copy, verify) as store:
         read_block(store, key)
+        store.resident("embed")
+        flip(copy / "resident.bin", 5000)
         big = big_file(copy)
         content = big.read_bytes()
         with open(big, "r+b") as file:  # in place: LMDB has the file mapped
@@ -113,8 +117,11 @@ def test_damage_after_the_first_read(copy, verify, noticed):
         if noticed:
             with pytest.raises(CorruptRecordError):
                 read_block(store, key)
+            with pytest.raises(CorruptRecordError):
+                store.resident("embed")
         else:
             assert read_block(store, key) != BLOCKS[key]
+            assert bytes(store.resident("embed")) != RESIDENTS["embed"]
 
 
 def test_zero_filled_tail_is_found(copy):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from storage_support import arena_for, make_blocks, read_block, write_store
 
-from colibri_offload.errors import ColibriError, StoreError
+from colibri_offload.errors import ColibriError, CorruptRecordError, StoreError
 from colibri_offload.storage import lmdb_env
 from colibri_offload.storage.base import ExpertKey
 from colibri_offload.storage.lmdb_env import LmdbEnv, translated_lmdb
@@ -92,6 +92,15 @@ def test_a_killed_replacement_leaves_the_old_block(path):
         assert {key: read_block(store, key) for key in BLOCKS} == BLOCKS
 
 
+def test_the_slot_of_a_killed_reader_is_freed(path):
+    """Else every crash would use up one of the readers that the store admits, and keep old pages from reuse."""
+    code = "with open_store(sys.argv[1]) as store: store._env.read(lambda txn: os.kill(os.getpid(), 9))"
+    look = "with open_store(sys.argv[1]) as store: print(store._env._env.readers())"
+    with open_store(path):  # the last one to close a store resets all slots anyway
+        assert python(code, path).wait(30) == -9
+        assert "no active readers" in python(look, path).communicate(timeout=30)[0]
+
+
 def test_replacing_grows_the_map(path, monkeypatch):
     monkeypatch.setattr(lmdb_env, "_FIRST_MAP", 1 << 16)
     key = list(BLOCKS)[3]
@@ -104,6 +113,20 @@ def test_replacing_grows_the_map(path, monkeypatch):
             store.replace(ExpertKey(55, 0), b"x")
         with pytest.raises(StoreError, match="0 bytes, but LMDB"):
             store.replace(key, b"")
+
+
+def test_a_replacement_is_verified_anew(path):
+    key = list(BLOCKS)[2]
+    with LmdbStore(path, writable=True) as store:
+        read_block(store, key)
+        store.replace(key, b"abcdefgh" * 2000)
+        data = path / "experts.lmdb" / "data.mdb"
+        offset = data.read_bytes().index(b"abcdefgh" * 2000)
+        with open(data, "r+b") as file:
+            file.seek(offset)
+            file.write(b"X")
+        with pytest.raises(CorruptRecordError, match="checksum"):
+            read_block(store, key)
 
 
 def test_a_map_that_cannot_grow(path, monkeypatch):

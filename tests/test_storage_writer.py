@@ -163,7 +163,7 @@ def test_two_writers_of_one_store(tmp_path):
     assert verify_store(tmp_path / "store") == []
 
 
-@pytest.mark.parametrize("damage", ["resident.bin", "experts.bin", "journal", "torn", "zeros"])
+@pytest.mark.parametrize("damage", ["resident.bin", "experts.bin", "journal", "torn", "newline", "twice", "zeros"])
 def test_resuming_after_a_power_failure(tmp_path, damage):
     """Data may be lost though the journal knows it, and the other way round: checksums decide what is kept."""
     residents = {f"r{i}": bytes([i]) * 5000 for i in range(4)}
@@ -186,6 +186,11 @@ def test_resuming_after_a_power_failure(tmp_path, damage):
     elif damage == "journal":
         lines = journal.read_bytes().splitlines(keepends=True)
         journal.write_bytes(b"".join(lines[:4]) + b'{"expert": 5}\n' + b"".join(lines[4:]))
+    elif damage == "twice":  # blocks may be equal, so a checksum alone does not tell where one lies
+        lines = journal.read_bytes().splitlines(keepends=True)
+        journal.write_bytes(b"".join(lines[:7]) + lines[6] + b"".join(lines[7:]))
+    elif damage == "newline":
+        journal.write_bytes(journal.read_bytes()[:-1])
     elif damage == "torn":
         journal.write_bytes(journal.read_bytes()[:-9])
     else:
@@ -196,6 +201,22 @@ def test_resuming_after_a_power_failure(tmp_path, damage):
         out.finish()
     for name in ("resident.bin", "experts.bin", "manifest.json"):
         assert (tmp_path / "store" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+def test_lost_padding_is_completed(tmp_path):
+    """The last record's bytes reached the medium before a power failure, the zeros after it did not."""
+    for name in ("store", "expected"):
+        with StoreWriter(tmp_path / name, model={}) as out:
+            out.add_expert((0, 0), b"x" * 5000)
+            if name == "expected":
+                out.finish()
+    with open(tmp_path / "store.partial" / "experts.bin", "r+b") as file:
+        file.truncate(4096 + 5001)
+    with StoreWriter(tmp_path / "store", model={}, resume=True) as out:
+        assert out.has_expert(ExpertKey(0, 0))
+        out.finish()
+    content = (tmp_path / "store" / "experts.bin").read_bytes()
+    assert content == (tmp_path / "expected" / "experts.bin").read_bytes()
 
 
 def test_a_damaged_block_in_an_unfinished_lmdb_is_written_again(tmp_path, monkeypatch):
