@@ -22,10 +22,12 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quiet import when_quiet
 from real_report import ORIGINAL, PEER, Likeness, Variant, as_json, print_table, print_texts, ratio_to_peer
 from smollm2 import GGUF, PACKAGE, QUANTS, find_gguf, find_stores
 from upcycle import Upcycling
@@ -34,9 +36,12 @@ from colibri_offload import Engine
 
 PROMPT = "Give three tips for staying healthy."
 SMALL_CACHE = 2  # experts per layer
-MIN_PREFIX = {"q8_0": 16, "q4_0": 4}  # tokens in which the upcycled answer starts as the original's does
-MIN_AGREEMENT = {"q8_0": 0.95, "q4_0": 0.80}  # share of the original's tokens that the upcycled model would say too
-MAX_NLL_RISE = 0.25  # nats per token by which the original's answer may become less likely
+# Tokens in which the answer starts as the original's; share of the original's tokens that it would say too; nats per
+# token by which the original's answer may become less likely. Rounding a second time, from Q4_1 to Q4_0, costs a model
+# of this size much: the dense one requantised alone, by gguf-py, agrees in 81 % and loses 0.31 nats.
+MIN_PREFIX = {"q8_0": 16, "q4_0": 4}
+MIN_AGREEMENT = {"q8_0": 0.95, "q4_0": 0.70}
+MAX_NLL_RISE = {"q8_0": 0.05, "q4_0": 0.45}
 FLOOR = 0.5  # of llama.cpp's decode speed on the original, for the upcycled model, which computes two FFNs per token
 
 
@@ -54,7 +59,7 @@ def find_faults(variants: dict[str, Variant], floor: float) -> list[str]:
             faults.append(f"{quant}: only {found.prefix_tokens} tokens in common with the original's answer")
         if found.agreement < MIN_AGREEMENT[quant]:
             faults.append(f"{quant}: would say only {found.agreement:.0%} of the original's tokens")
-        if found.nll > original.likeness.nll + MAX_NLL_RISE:
+        if found.nll > original.likeness.nll + MAX_NLL_RISE[quant]:
             faults.append(f"{quant}: {found.nll:.2f} nats per token of the original's {original.likeness.nll:.2f}")
     if PEER in variants:
         best = max(ratio_to_peer(variants[variant_name(q, None)], variants[PEER]) for q in QUANTS)
@@ -89,6 +94,7 @@ class Peer:
             [str(python), str(script), str(gguf), str(threads)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.pid = self._process.pid
 
     def generate(self, ids: list[int], tokens: int) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
@@ -111,20 +117,30 @@ def time_rounds(
     ids: list[int],
     args: argparse.Namespace,
 ) -> None:
-    """One warm-up and args.runs rounds; in each round everyone takes a turn, so that drift hits all alike."""
-    for round_no in range(args.runs + 1):
+    """One warm-up and args.runs rounds; in each round everyone takes a turn, so that drift hits all alike.
+
+    A turn during which others used the machine is repeated, at most args.tries times.
+    """
+    pids = [peer.pid] if peer else []
+
+    def turn(name: str) -> tuple[float, float]:
+        if name == PEER:
+            assert peer
+            result = peer.generate(ids, args.tokens)
+            variants[name].token_ids = result["token_ids"]
+            return result["prefill_tokens_per_sec"], result["decode_tokens_per_sec"]
+        stats = engines[name].generate(ids, max_tokens=args.tokens, ignore_eos=True).stats
+        variants[name].warm = stats
+        return stats.prefill_tokens_per_sec, stats.decode_tokens_per_sec
+
+    for name in variants:
+        turn(name)
+    for _ in range(args.runs):
         for name, variant in variants.items():
-            if name == PEER:
-                assert peer
-                result = peer.generate(ids, args.tokens)
-                prefill, decode = result["prefill_tokens_per_sec"], result["decode_tokens_per_sec"]
-                variant.token_ids = variant.token_ids or result["token_ids"]
-            else:
-                variant.warm = engines[name].generate(ids, max_tokens=args.tokens, ignore_eos=True).stats
-                prefill, decode = variant.warm.prefill_tokens_per_sec, variant.warm.decode_tokens_per_sec
-            if round_no:
-                variant.prefill_tokens_per_sec.append(prefill)
-                variant.decode_tokens_per_sec.append(decode)
+            (prefill, decode), load = when_quiet(partial(turn, name), pids, args.tries)
+            variant.prefill_tokens_per_sec.append(prefill)
+            variant.decode_tokens_per_sec.append(decode)
+            variant.others.append(load)
 
 
 def variant_name(quant: str, experts: int | None) -> str:
@@ -140,6 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=64, help="tokens per timed generation")
     parser.add_argument("--runs", type=int, default=5, help="timed rounds")
+    parser.add_argument("--tries", type=int, default=10, help="repetitions of a turn in which others used the CPU")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--experts", type=int, default=Upcycling.experts)
     parser.add_argument("--top-k", type=int, default=Upcycling.top_k)

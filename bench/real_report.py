@@ -33,6 +33,7 @@ class Variant:
     warm: RunStats | None = None
     prefill_tokens_per_sec: list[float] = field(default_factory=list)
     decode_tokens_per_sec: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)  # share of the machine that other processes used
 
 
 def ratio_to_peer(variant: Variant, peer: Variant) -> float:
@@ -56,7 +57,7 @@ def print_table(variants: dict[str, Variant]) -> None:
     """Markdown, as RESULTS.md wants it."""
     print(
         "\n| | cold / warm hit rate | MB read per token, warm | stall, ms per token | prefill tok/s | decode tok/s, "
-        "median (min–max) | of llama.cpp |\n|---|---|---|---|---|---|---|"
+        "median (min–max) | of llama.cpp | others' CPU |\n|---|---|---|---|---|---|---|---|"
     )
     for name, v in variants.items():
         decode = v.decode_tokens_per_sec
@@ -68,6 +69,7 @@ def print_table(variants: dict[str, Variant]) -> None:
         cells.append(f"{median(v.prefill_tokens_per_sec):.0f}")
         cells.append(f"{median(decode):.1f} ({min(decode):.1f}–{max(decode):.1f})")
         cells.append(f"{ratio_to_peer(v, variants[PEER]):.2f}" if PEER in variants else "")
+        cells.append(f"≤ {max(v.others):.0%}")
         print("| " + " | ".join(cells) + " |")
 
 
@@ -79,6 +81,7 @@ def as_json(variants: dict[str, Variant], faults: list[str], setting: Mapping[st
             "decode_tokens_per_sec": median(v.decode_tokens_per_sec),
             "decode_tokens_per_sec_spread": [min(v.decode_tokens_per_sec), max(v.decode_tokens_per_sec)],
             "decode_ratio_to_llama_cpp": ratio_to_peer(v, variants[PEER]) if PEER in variants else None,
+            "cpu_share_of_others": max(v.others),
             "likeness": asdict(v.likeness) if v.likeness else None,
             "warm_stats": asdict(v.warm) if v.warm else None,
         }

@@ -47,7 +47,7 @@ def find_stores(gguf: Path, cache: Path, how: Upcycling) -> dict[str, Path]:
         print(f"upcycling to {how.experts} experts, top-{how.top_k}, noise {how.noise:g} …", flush=True)
         upcycle(gguf, moe, how)
         for quant, path in missing.items():
-            command = [sys.executable, "-m", "colibri_offload.cli.main", "convert"]
+            command = [sys.executable, "-m", "colibri_offload.cli", "convert"]
             command += ["--input", str(moe), "--output", str(path), "--quant", quant]
             subprocess.run(command, check=True)
         moe.unlink()
