@@ -107,5 +107,5 @@ class Sequence:
         self.length = min(self.length, length)
 
     def close(self) -> None:
-        self._cache.give_back(self._pages)
-        self._pages, self.length = [], 0
+        pages, self._pages, self.length = self._pages, [], 0  # first, lest an interrupt lets a page be given back twice
+        self._cache.give_back(pages)

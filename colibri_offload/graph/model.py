@@ -18,6 +18,7 @@ from colibri_offload.graph.ops import Builder, Packed
 from colibri_offload.graph.resident import Resident
 from colibri_offload.graph.source import ModelSource
 from colibri_offload.graph.step import LOGIT_ROWS, Part, Step, ropes, stride
+from colibri_offload.interrupts import postponed_interrupts
 from colibri_offload.jit.kernels import Kernels
 from colibri_offload.jit.kernels.activations import activations_for
 from colibri_offload.jit.kernels.attention import kv_page_nbytes
@@ -151,21 +152,23 @@ class Model:
         Raises: NumericsError naming the layer when logits are not finite; UsageError beyond the context; StoreError.
         """
         step = self.step
-        step.fill(parts)
-        token = self._token_program() if step.n == 1 and step.logit_count == 1 else None
-        if token:
-            token.run(1)
-            self.cache.add_hits(self._token_hits)  # type: ignore[union-attr]
-            logits = self._logit_rows[:1].copy()
-        else:
-            self._run_layers(None)
-            logits = self._logits()
-        if not np.isfinite(logits).all():
-            self._explain()
-        step.advance(parts)
+        with postponed_interrupts() as interruptible:
+            step.fill(parts)
+            token = self._token_program() if step.n == 1 and step.logit_count == 1 else None
+            if token:
+                token.run(1)
+                self.cache.add_hits(self._token_hits)  # type: ignore[union-attr]
+                logits = self._logit_rows[:1].copy()
+            else:
+                self._run_layers(lambda layer: interruptible())
+                logits = self._logits()
+            if not np.isfinite(logits).all():
+                self._explain()
+            step.advance(parts)
         return logits
 
-    def _run_layers(self, check: Callable[[int], None] | None) -> None:
+    def _run_layers(self, after: Callable[[int], None]) -> None:
+        """after(layer) is called when a layer is done."""
         n = self.step.n
         self._embed.run(n)
         for i, (front, ffn) in enumerate(self._layers):
@@ -177,8 +180,7 @@ class Model:
                 if self._guesser:
                     self._guesser.observe(i, n, ids)
             ffn.run(n, self.cache, lambda i=i: self._start_guesses(i))  # type: ignore[misc]
-            if check:
-                check(i)
+            after(i)
 
     def _start_guesses(self, layer: int) -> None:
         if self._guesser:
@@ -207,6 +209,9 @@ class Model:
                     "or the format is too coarse: try --activations float32"
                 )
 
-        self.routing = None
-        self._run_layers(check)
+        recording, self.routing = self.routing, None
+        try:
+            self._run_layers(check)
+        finally:
+            self.routing = recording
         raise NumericsError("the head produced NaN or Inf; run `colibri verify`, or try --activations float32")
