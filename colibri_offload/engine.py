@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,17 +88,23 @@ class Engine:
         stop: Sequence[str] = (),
     ) -> Output:  # fmt: skip
         """Continue the prompt. `stop`: strings that end the text (and are not part of it)."""
-        pieces = list(self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop))
-        run = pieces[-1][1]
-        return Output("".join(piece for piece, _ in pieces), list(run.token_ids), run.stats())
+        pieces = self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop)
+        with self._turn(), closing(pieces):
+            done = list(pieces)
+        run = done[-1][1]
+        return Output("".join(piece for piece, _ in done), list(run.token_ids), run.stats())
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, sampling: Sampling | None = None, ignore_eos: bool = False,
         stop: Sequence[str] = (), on_finish: Callable[[RunStats], None] | None = None,
     ) -> Iterator[str]:  # fmt: skip
-        """The same as pieces of text, as they come. A piece never ends inside a character or inside a stop string."""
+        """The same as pieces of text, as they come. A piece never ends inside a character or inside a stop string.
+
+        Other calls take turns with an unfinished stream, token by token; until it is closed or forgotten, it keeps its
+        part of the KV cache.
+        """
         last: Generation | None = None
-        for piece, run in self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop):
+        for piece, run in self._in_turns(self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop)):
             last = run
             if piece:
                 yield piece
@@ -108,22 +114,32 @@ class Engine:
     def _pieces(
         self, prompt: Prompt, max_tokens: int, sampling: Sampling, ignore_eos: bool, stop: Sequence[str],
         session: Session | None = None,
-    ) -> Iterator[tuple[str, Generation]]:  # fmt: skip
+    ) -> Generator[tuple[str, Generation], None, None]:  # fmt: skip
+        """Pieces as they come, each with the run so far. To be advanced by whoever has the turn."""
         ids = self.encode_prompt(prompt)
         text = self._text_stream(stop)
-        with self._turn():
-            own = session or self._session()
-            try:
-                run = own.generate(ids, max_tokens, sampling, frozenset() if ignore_eos else self.eos_ids)
-                for token in run:
-                    yield text.push(token) if text else "", run
-                    if text and text.stopped:
-                        run.finish_reason = "stop"
-                        break
-                yield text.finish() if text else "", run
-            finally:
-                if session is None:
-                    own.close()
+        own = session or self._session()
+        try:
+            run = own.generate(ids, max_tokens, sampling, frozenset() if ignore_eos else self.eos_ids)
+            for token in run:
+                yield text.push(token) if text else "", run
+                if text and text.stopped:
+                    run.finish_reason = "stop"
+                    break
+            yield text.finish() if text else "", run
+        finally:
+            if session is None:
+                own.close()
+
+    def _in_turns(self, pieces: Generator[tuple[str, Generation], None, None]) -> Iterator[tuple[str, Generation]]:
+        """Each step in its turn. Between steps nobody is kept waiting: the caller may never come back."""
+        with closing(pieces):
+            while True:
+                with self._turn():
+                    step = next(pieces, None)
+                if step is None:
+                    return
+                yield step
 
     def _text_stream(self, stop: Sequence[str]) -> TextStream | None:
         """None for a model without a tokenizer (it can still continue token ids)."""
@@ -187,7 +203,7 @@ class Chat:
         answer, last = "", None
         try:
             pieces = self._engine._pieces(ids, max_tokens, sampling or Sampling(), False, (), self._session)
-            for piece, run in pieces:
+            for piece, run in self._engine._in_turns(pieces):
                 answer, last = answer + piece, run
                 if piece:
                     yield piece

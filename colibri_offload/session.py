@@ -46,6 +46,7 @@ class Session:
         self._runtime = runtime
         self._sequence = KvSequence(runtime.model.kv, runtime.sizes.ctx)
         self._tokens: list[int] = []
+        self._latest: Generation | None = None
 
     def close(self) -> None:
         self._sequence.close()
@@ -80,11 +81,14 @@ class Session:
         if bad is not None:
             raise UsageError(f"token id {bad} is outside the vocabulary of {vocab}")
         if len(ids) > ctx:
-            raise UsageError(f"the prompt has {len(ids)} tokens, the context holds {ctx}; shorten it or give a larger --ctx")
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens, the context holds {ctx}; shorten it or give a larger --ctx"
+            )
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [T, V] of a fresh text."""
         self.check_prompt(ids)
+        self._latest = None
         self._rewind(0)
         return self._feed(ids, len(ids))
 
@@ -122,6 +126,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[int]:
         session, ctx = self._session, self._runtime.sizes.ctx
+        session._latest = self
         start = time.perf_counter()
         shared = _common_prefix(session._tokens, self._prompt[:-1])
         session._rewind(shared)
@@ -142,6 +147,8 @@ class Generation:
                 yield token
                 return
             yield token
+            if session._latest is not self:
+                raise UsageError("a later generation has taken over this session; this one cannot go on")
             start = time.perf_counter()
             logits = session._feed([token], 1)[0]
             self._decode_sec += time.perf_counter() - start
