@@ -68,7 +68,7 @@ class Runtime:
             raise
 
     def _open(self, model: str | Path, o: LoadOptions, progress: Progress) -> None:
-        threads = o.threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = o.threads or available_cores()
         compiler = Compiler(get_target())
         self.kernels = Kernels(compiler)
         self.source, self.load_tokenizer = self._open_source(model)
@@ -155,6 +155,11 @@ class Runtime:
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self._stack.close()
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _total_budget(o: LoadOptions) -> int:

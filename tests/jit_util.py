@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType, quants
 from colibri_offload.jit.compiler import Compiler
 from colibri_offload.jit.emit import Struct
 from colibri_offload.jit.formats import FORMATS, ROWS, Format
+from colibri_offload.jit.formats.scaled import ScaledBytes
 from colibri_offload.jit.kernels import Kernels
 from colibri_offload.jit.kernels.activations import INT8, Activations, activations_for, padded_tokens, tile_counts
 from colibri_offload.jit.kernels.matmul import Matmul
@@ -30,7 +31,7 @@ TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 GOLDEN = Path(__file__).parent / "golden" / "gguf" / "dequant_vectors.npz"
 MODES = ("int8", "float32")
 # every pair of format and activation mode that has kernels of its own
-FORMAT_MODES = [(f, m) for f in FORMATS for m in MODES if m == "float32" or not FORMATS[f].is_float]
+FORMAT_MODES = [(f, m) for f in FORMATS for m in MODES if m == "float32" or FORMATS[f].integer]
 CANARY = 0xA5
 # where a block's f16 scale and its f16 minimum lie, unless there is a scale alone, in front
 HALVES: dict[str, tuple[int, int | None]] = {
@@ -87,7 +88,7 @@ def run(address: int, struct: Struct, tasks: int, **fields: Any) -> None:
 # ---- weights
 def columns_for(fmt: Format, blocks: int = 2) -> int:
     """A column count that is no multiple of the format's step where its block allows that."""
-    return 256 * blocks if fmt.block_elements == 256 else 32 * 7 if fmt.block_elements == 32 else 200
+    return fmt.block_elements * blocks if fmt.block_elements > 32 else 32 * 7 if fmt.block_elements == 32 else 200
 
 
 def random_rows(fmt: Format, rng: np.random.Generator, rows: int, cols: int, fill: int | None = None) -> np.ndarray:
@@ -104,9 +105,18 @@ def random_rows(fmt: Format, rng: np.random.Generator, rows: int, cols: int, fil
         x = rng.uniform(low, high, n) * rng.choice([-1, 1], n)
         return x.astype(np.float16)[..., None].view(np.uint8)
 
+    if isinstance(fmt, ScaledBytes):
+        scales = rng.uniform(1e-3, 1e-2, n) * rng.choice([-1, 1], n)
+        blocks[..., :4] = scales.astype(np.float32)[..., None].view(np.uint8)
+        if fmt.name == "F8_E4M3":
+            blocks[..., 4:][blocks[..., 4:] & 0x7F == 0x7F] = 0x7E  # no NaN
+        return out
     if fmt.name == "MXFP4":
         blocks[..., 0] = rng.integers(120, 130, n)
         return out
+    if fmt.name == "Q4_Z":
+        blocks[..., 3] = 0
+        blocks[..., 2] &= 15
     scale_at, minimum_at = HALVES.get(fmt.name, (0, None))
     blocks[..., scale_at : scale_at + 2] = halves(1e-3, 1e-2)
     if minimum_at is not None:
@@ -114,8 +124,30 @@ def random_rows(fmt: Format, rng: np.random.Generator, rows: int, cols: int, fil
     return out
 
 
+def _e4m3(byte: int) -> float:
+    """The value of an e4m3fn byte, from its definition."""
+    sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 15, byte & 7
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+E4M3 = np.array([_e4m3(b) for b in range(256)], np.float32)
+
+
+def _own_formats(fmt: Format, rows: np.ndarray) -> np.ndarray:
+    """float32 [rows, columns] of the formats that no file has."""
+    blocks = rows.reshape(len(rows), -1, fmt.block_nbytes)
+    if fmt.name == "Q4_Z":
+        d = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+        q = np.concatenate([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], 2).astype(np.float32)
+        return (q * d - d * blocks[..., 2:4].copy().view(np.uint16)).reshape(len(rows), -1)
+    scale, data = blocks[..., :4].copy().view(np.float32), blocks[..., 4:]
+    return (scale * (E4M3[data] if fmt.name == "F8_E4M3" else data.view(np.int8))).reshape(len(rows), -1)
+
+
 def dequantize(fmt: Format, rows: np.ndarray, cols: int) -> np.ndarray:
-    """float32 [rows, cols] by the gguf package."""
+    """float32 [rows, cols] by the gguf package, or from the definition."""
+    if fmt.name not in GGMLQuantizationType.__members__:
+        return _own_formats(fmt, rows)[:, :cols]
     typed = rows.view({"F32": np.float32, "F16": np.float16}.get(fmt.name, np.uint8))
     return quants.dequantize(typed, GGMLQuantizationType[fmt.name])[:, :cols]
 

@@ -21,7 +21,8 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def shapes(name: str) -> list[tuple[int, int]]:
     """Row counts around multiples of 16, column counts that do and do not fill a step."""
     block = FORMATS[name].block_elements
-    columns = {1: (32, 48, 96, 2048, 1, 33), 32: (32, 96, 2048, 160), 256: (256, 768, 2048)}[block]
+    few = {1: (32, 48, 96, 2048, 1, 33), 32: (32, 96, 2048, 160), 128: (128, 384, 2048), 256: (256, 768, 2048)}
+    columns = few[block]
     return [(r, c) for r, c in zip((1, 15, 16, 17, 40, 3), columns, strict=False)]
 
 
@@ -76,7 +77,7 @@ def test_golden_values(name: str) -> None:
 
 
 def test_golden_file_covers_the_quantised_formats() -> None:
-    assert {n for n in FORMATS if f"{n}_raw" not in golden} == {"F32", "F16"}
+    assert {n for n in FORMATS if f"{n}_raw" not in golden} == {"F32", "F16", "INT8", "F8_E4M3", "Q4_Z"}
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if not FORMATS[n].is_float])
@@ -141,7 +142,7 @@ def test_every_half_is_loaded_exactly() -> None:
 
 def test_formats_without_a_quantiser_say_so() -> None:
     can = {n for n, f in FORMATS.items() if f.can_quantize}
-    assert can == {"F32", "F16", "BF16", "Q8_0", "Q4_0"}
+    assert can == {"F32", "F16", "BF16", "Q8_0", "Q4_0", "INT8"}
     with pytest.raises(NotImplementedError, match="Q4_K has no quantiser"):
         FORMATS["Q4_K"].quantize(np.zeros((1, 256), np.float32))
 

@@ -23,7 +23,7 @@ class ExpertRunner:
     def __init__(self, c: Context, layout: ExpertLayout, activation: Activation, *, h: str, y: str, max_segments: int):
         self.layout, self.count = layout, 0
         # the float32 layout serves every format: one packed input for gate and up, even if only one of them is float
-        wanted = layout.gate if layout.gate.is_float else layout.up
+        wanted = layout.up if layout.gate.integer else layout.gate
         self.x_act: Activations = activations_for(wanted, c.mode)
         self.h_act: Activations = activations_for(layout.down, c.mode)
         f = ExpertActivation(activation.kind, activation.alpha, activation.limit)

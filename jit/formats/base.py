@@ -67,6 +67,7 @@ class Format(ABC):
     tile_nbytes: ClassVar[int]
     is_float: ClassVar[bool] = False
     wide: ClassVar[bool] = False  # q may exceed 127
+    integer: ClassVar[bool] = True  # has an integer dot; otherwise it meets float32 activations, as float formats do
 
     @abstractmethod
     def moves(self, block: int) -> list[Move]:
@@ -115,6 +116,11 @@ class QuantFormat(Format):
     @abstractmethod
     def blocks(self, k: Fn, tile: Val, sub: int) -> Iterator[Block]:
         """The blocks of rows sub·lanes … of a tile. May open loops: use each block before asking for the next."""
+
+    def quad_floats(self, quad: Val, zero: int) -> list[Val]:
+        """The four columns of a quad as f32 [lanes], before the scale: q − zero, exact."""
+        w = words(quad)
+        return [((w >> 8 * b & 0xFF) - zero).f32() for b in range(4)]
 
     # ---- loads shared by the formats
     def quad(self, k: Fn, p: Val, offset: int, sub: int) -> Val:

@@ -13,7 +13,7 @@ from colibri_offload.jit.formats.base import ROWS, Format, Move
 class FloatFormat(Format):
     """One element per block; a step is 32 columns."""
 
-    is_float = True
+    is_float, integer = True, False
     block_elements, step = 1, 32
     llvm_type: ClassVar[Any]
 

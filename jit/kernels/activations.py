@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from colibri_offload.jit.emit import Fn, Val, Var, f32, i8, i32, vec
 from colibri_offload.jit.formats import Format
-from colibri_offload.jit.formats.base import QuantFormat, words
+from colibri_offload.jit.formats.base import QuantFormat
 from colibri_offload.jit.formats.floats import FloatFormat
 
 TILES = (8, 4, 2, 1)
@@ -150,7 +150,7 @@ class Float32(Activations):
             for i, part in enumerate(block.parts):
                 partial = [k.zero(vec(f32, n))] * tokens
                 for j in range(part.first, part.first + part.count):
-                    for byte, q in enumerate(quad_floats(block.quads[j], part.zero)):
+                    for byte, q in enumerate(fmt.quad_floats(block.quads[j], part.zero)):
                         at = 4 * (4 * j + byte)
                         partial = [q.fma(xb.load(f32, 128 * t + at).splat(n), partial[t]) for t in range(tokens)]
                 totals = [partial[t].fma(part.scale, totals[t]) for t in range(tokens)]
@@ -163,16 +163,10 @@ class Float32(Activations):
                 a.set(total)
 
 
-def quad_floats(quad: Val, zero: int) -> list[Val]:
-    """The four columns of a quad as f32 [lanes] of q − zero (exact)."""
-    w = words(quad)
-    return [((w >> 8 * b & 0xFF) - zero).f32() for b in range(4)]
-
-
 INT8, FLOAT32 = Int8(), Float32()
 ACTIVATIONS: dict[str, Activations] = {a.name: a for a in (INT8, FLOAT32)}
 
 
 def activations_for(fmt: Format, mode: str) -> Activations:
-    """Float weights always meet float32 activations; quantised ones what `mode` ("int8" or "float32") says."""
-    return FLOAT32 if fmt.is_float else ACTIVATIONS[mode]
+    """Integer formats meet what `mode` ("int8" or "float32") says, all others float32 activations."""
+    return ACTIVATIONS[mode] if fmt.integer else FLOAT32

@@ -8,7 +8,6 @@ from colibri_offload.jit.emit import Fn, Struct, Val, f32, i32, i64, ptr
 from colibri_offload.jit.formats import ROWS, Format
 from colibri_offload.jit.formats.base import QuantFormat
 from colibri_offload.jit.formats.floats import FloatFormat
-from colibri_offload.jit.kernels.activations import quad_floats
 from colibri_offload.jit.targets import Target
 
 # w: the matrix; ids: i32 row numbers; out: f32 rows out_stride bytes apart, `columns` columns each.
@@ -44,7 +43,7 @@ def emit_gather_rows(module: ir.Module, target: Target, fmt: Format) -> None:
                             floats: list[Val] = []
                             for part in block.parts:
                                 for quad in block.quads[part.first : part.first + part.count]:
-                                    for q in quad_floats(quad, part.zero):
+                                    for q in fmt.quad_floats(quad, part.zero):
                                         w = q * part.scale
                                         floats.append(w - part.offset if part.offset is not None else w)
                             emit_block(floats, (k.val(block.index, i64)) * 32 + step * fmt.step, sub)
