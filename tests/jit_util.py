@@ -116,7 +116,7 @@ def random_rows(fmt: Format, rng: np.random.Generator, rows: int, cols: int, fil
         return out
     if fmt.name == "Q4_Z":
         blocks[..., 3] = 0
-        blocks[..., 2] &= 15
+        blocks[..., 2] = blocks[..., 2] % 16 // 2  # never 15, which would make all quants of 15 zeros
     scale_at, minimum_at = HALVES.get(fmt.name, (0, None))
     blocks[..., scale_at : scale_at + 2] = halves(1e-3, 1e-2)
     if minimum_at is not None:
