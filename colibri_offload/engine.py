@@ -52,6 +52,11 @@ class Engine:
         Raises: ColibriError: UsageError for an option, CheckpointError or StoreError for a broken model,
         UnsupportedError, BudgetError when the minimum does not fit.
         """
+        if "lazy" in options:  # the other name of preload=False, as on the command line
+            lazy = options.pop("lazy")
+            if lazy and options.get("preload"):
+                raise UsageError("preload and lazy exclude each other; give one of them")
+            options.setdefault("preload", not lazy)
         unknown = sorted(set(options) - set(LoadOptions.names()))
         if unknown:
             raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(LoadOptions.names())}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from colibri_offload import __version__
+from colibri_offload.cli.bench import bench
 from colibri_offload.cli.chat import chat
 from colibri_offload.cli.convert import convert
 from colibri_offload.cli.demo import demo
@@ -46,5 +47,5 @@ def colibri(
     """
 
 
-for command in (run, chat, demo, convert, inspect, verify, families):
+for command in (run, chat, demo, convert, inspect, verify, bench, families):
     app.command()(command)
