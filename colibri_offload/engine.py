@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,19 +85,22 @@ class Engine:
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [T, vocab] of the token ids as a fresh text."""
-        with self._turn(), self._session() as session:
-            return session.logits([int(i) for i in ids])
+        ids = [int(i) for i in ids]
+        with self._session() as session:
+            session.make_room(ids)
+            with self._turn():
+                return session.logits(ids)
 
     def generate(
         self, prompt: Prompt, max_tokens: int = 128, sampling: Sampling | None = None, ignore_eos: bool = False,
         stop: Sequence[str] = (),
     ) -> Output:  # fmt: skip
         """Continue the prompt. `stop`: strings that end the text (and are not part of it)."""
-        pieces = self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop)
-        with self._turn(), closing(pieces):
-            done = list(pieces)
-        run = done[-1][1]
-        return Output("".join(piece for piece, _ in done), list(run.token_ids), run.stats())
+        with self._session() as session:
+            run = self._begin(session, prompt, max_tokens, sampling, ignore_eos)
+            with self._turn():
+                text = "".join(_pieces(run, self._text_stream(stop)))
+                return Output(text, list(run.token_ids), run.stats())
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, sampling: Sampling | None = None, ignore_eos: bool = False,
@@ -108,43 +111,31 @@ class Engine:
         Other calls take turns with an unfinished stream, token by token; until it is closed or forgotten, it keeps its
         part of the KV cache.
         """
-        last: Generation | None = None
-        for piece, run in self._in_turns(self._pieces(prompt, max_tokens, sampling or Sampling(), ignore_eos, stop)):
-            last = run
+        with self._session() as session:
+            run = self._begin(session, prompt, max_tokens, sampling, ignore_eos)
+            yield from self._in_turns(_pieces(run, self._text_stream(stop)))
+        if on_finish:
+            on_finish(run.stats())
+
+    def _begin(
+        self, session: Session, prompt: Prompt, max_tokens: int, sampling: Sampling | None, ignore_eos: bool
+    ) -> Generation:
+        """A generation for which there is room in the KV cache. Waits for the room before it asks for the turn."""
+        self._check_open()
+        ids = self.encode_prompt(prompt)
+        run = session.generate(ids, max_tokens, sampling or Sampling(), frozenset() if ignore_eos else self.eos_ids)
+        session.make_room(ids, max_tokens)
+        return run
+
+    def _in_turns(self, pieces: Iterator[str]) -> Iterator[str]:
+        """Each piece in its turn. Between pieces nobody is kept waiting: the caller may never come back."""
+        while True:
+            with self._turn():
+                piece = next(pieces, None)
+            if piece is None:
+                return
             if piece:
                 yield piece
-        if on_finish and last:
-            on_finish(last.stats())
-
-    def _pieces(
-        self, prompt: Prompt, max_tokens: int, sampling: Sampling, ignore_eos: bool, stop: Sequence[str],
-        session: Session | None = None,
-    ) -> Generator[tuple[str, Generation], None, None]:  # fmt: skip
-        """Pieces as they come, each with the run so far. To be advanced by whoever has the turn."""
-        ids = self.encode_prompt(prompt)
-        text = self._text_stream(stop)
-        own = session or self._session()
-        try:
-            run = own.generate(ids, max_tokens, sampling, frozenset() if ignore_eos else self.eos_ids)
-            for token in run:
-                yield text.push(token) if text else "", run
-                if text and text.stopped:
-                    run.finish_reason = "stop"
-                    break
-            yield text.finish() if text else "", run
-        finally:
-            if session is None:
-                own.close()
-
-    def _in_turns(self, pieces: Generator[tuple[str, Generation], None, None]) -> Iterator[tuple[str, Generation]]:
-        """Each step in its turn. Between steps nobody is kept waiting: the caller may never come back."""
-        with closing(pieces):
-            while True:
-                with self._turn():
-                    step = next(pieces, None)
-                if step is None:
-                    return
-                yield step
 
     def _text_stream(self, stop: Sequence[str]) -> TextStream | None:
         """None for a model without a tokenizer (it can still continue token ids)."""
@@ -176,9 +167,12 @@ class Engine:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         with self._lock:
-            if self._closed:
-                raise UsageError("the engine is closed; load the model again")
+            self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the engine is closed; load the model again")
 
     def close(self) -> None:
         """Give memory, threads and files back. Idempotent."""
@@ -205,16 +199,26 @@ class Chat:
         """Add a user message and stream the answer. An interrupted answer is kept as far as it came."""
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._engine.tokenizer.encode_chat(messages)
-        answer, last = "", None
+        answer, run, engine = "", None, self._engine
         try:
-            pieces = self._engine._pieces(ids, max_tokens, sampling or Sampling(), False, (), self._session)
-            for piece, run in self._engine._in_turns(pieces):
-                answer, last = answer + piece, run
-                if piece:
-                    yield piece
+            run = engine._begin(self._session, ids, max_tokens, sampling, ignore_eos=False)
+            for piece in engine._in_turns(_pieces(run, engine._text_stream(()))):
+                answer += piece
+                yield piece
         finally:
+            self._session.settle()
             self.messages = [*messages, {"role": "assistant", "content": answer}]
-            self.stats = last.stats() if last else None
+            self.stats = run.stats() if run else None
 
     def close(self) -> None:
         self._session.close()
+
+
+def _pieces(run: Generation, text: TextStream | None) -> Iterator[str]:
+    """Pieces of text as tokens come, often ""; all are "" without a tokenizer."""
+    for token in run:
+        yield text.push(token) if text else ""
+        if text and text.stopped:
+            run.finish_reason = "stop"
+            return
+    yield text.finish() if text else ""

@@ -85,6 +85,18 @@ class Session:
                 f"the prompt has {len(ids)} tokens, the context holds {ctx}; shorten it or give a larger --ctx"
             )
 
+    def make_room(self, ids: Sequence[int], max_tokens: int = 0) -> None:
+        """Check a prompt and wait until the KV cache has room for it and its continuation, until settle() or close().
+
+        Raises: UsageError for the prompt, BudgetError when there will be no room.
+        """
+        self.check_prompt(ids)
+        self._sequence.make_room(len(ids) + max(0, max_tokens))
+
+    def settle(self) -> None:
+        """The continuation is over; what there is stays."""
+        self._sequence.settle()
+
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [T, V] of a fresh text."""
         self.check_prompt(ids)
@@ -126,7 +138,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[int]:
         session, ctx = self._session, self._runtime.sizes.ctx
-        session._latest = self
+        session._latest, self._before = self, self._runtime.cache.stats
         start = time.perf_counter()
         shared = _common_prefix(session._tokens, self._prompt[:-1])
         session._rewind(shared)

@@ -3,6 +3,8 @@ budget."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,6 +14,8 @@ from colibri_offload.graph.layout import LINE, pad
 from colibri_offload.jit.kernels.attention import PAGE
 from colibri_offload.scheduler.budget import MemoryBudget
 from colibri_offload.storage.arena import Arena
+
+PATIENCE_SEC = 60.0  # how long to wait for pages while nobody computes
 
 
 class Region:
@@ -61,12 +65,48 @@ class KvCache:
         )
         self._arena = Arena(page_nbytes, pages)
         self._free = list(range(pages - 1, -1, -1))
+        self._changed = threading.Condition()
+        self._promised: dict[Sequence, int] = {}  # pages in all, to texts that are being continued
+        self._used_at = 0.0
+
+    def promise(self, sequence: Sequence, pages: int) -> None:
+        """See to it that `sequence` can have `pages` pages in all, waiting for other texts to end.
+
+        Raises: BudgetError when there are none to wait for, or when they have not moved for a while.
+        """
+        with self._changed:
+            while not self._can_have(sequence, pages):
+                patience = self._used_at + PATIENCE_SEC - time.monotonic()
+                if self._promised.keys() <= {sequence} or patience <= 0:
+                    raise self._full()
+                self._changed.wait(patience)
+            self._promised[sequence] = pages
+
+    def _can_have(self, sequence: Sequence, pages: int) -> bool:
+        others = sum(max(0, n - s.page_count) for s, n in self._promised.items() if s is not sequence)
+        return pages - sequence.page_count <= len(self._free) - others
+
+    def settle(self, sequence: Sequence) -> None:
+        """`sequence` wants no more pages than it has."""
+        with self._changed:
+            self._promised.pop(sequence, None)
+            self._changed.notify_all()
+
+    def use(self) -> None:
+        """Some text is being continued."""
+        self._used_at = time.monotonic()
 
     def take(self) -> int:
         """Index of a free page, or BudgetError."""
         if not self._free:
-            raise BudgetError(f"the KV cache is full ({self.pages * PAGE} positions); give a larger --ctx")
+            raise self._full()
         return self._free.pop()
+
+    def _full(self) -> BudgetError:
+        return BudgetError(
+            f"the KV cache is full: unfinished texts and chats hold its {self.pages * PAGE} positions; "
+            "close them or give a larger --ctx"
+        )
 
     def give_back(self, pages: list[int]) -> None:
         self._free.extend(pages)
@@ -87,11 +127,27 @@ class Sequence:
         self._pages: list[int] = []
         self.table = np.zeros(-(-limit // PAGE), np.uint64)  # addresses of the pages, for the kernels
 
+    @property
+    def page_count(self) -> int:
+        return len(self._pages)
+
+    def make_room(self, length: int) -> None:
+        """Wait until this text can have `length` positions (at most the limit), until settle() or close().
+
+        Raises: BudgetError as KvCache.promise does.
+        """
+        self._cache.promise(self, -(-min(length, self.limit) // PAGE))
+
+    def settle(self) -> None:
+        """No more positions are wanted for now: others need not count on them."""
+        self._cache.settle(self)
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more positions.
 
         Raises: UsageError beyond the context length.
         """
+        self._cache.use()
         end = self.length + tokens
         if end > self.limit:
             raise UsageError(
@@ -109,3 +165,4 @@ class Sequence:
     def close(self) -> None:
         pages, self._pages, self.length = self._pages, [], 0  # first, lest an interrupt lets a page be given back twice
         self._cache.give_back(pages)
+        self.settle()
