@@ -195,13 +195,14 @@ class ExpertCache:
                 self._cancel(wrong)
         return held, deque(ExpertKey(layer, expert) for expert in absent)
 
-    def request(self, key: ExpertKey, last_resort: bool) -> Block | None:
-        """A lease on the block, which is read if it has to be; None while no slot can be had.
+    def request(self, key: ExpertKey, last_resort: bool) -> tuple[Block, bool] | None:
+        """A lease on the block, and whether somebody else had begun to read it; None while no slot can be had.
 
         `last_resort`: the caller cannot proceed without it, so protected blocks may go, too.
         """
         self._check_open()
         block = self._blocks.find(key)
+        joined = block is not None
         if block is None:
             block = self._make_room(key, Claim.ANY if last_resort else Claim.ORDINARY)
             if block is None:
@@ -210,7 +211,7 @@ class ExpertCache:
         elif self._guesses.claim(block):
             self._loads.promote(block)
         self._blocks.lease(block)
-        return block
+        return block, joined
 
     def settled(self, block: Block) -> bool | None:
         """True when a block is resident, None while it is being read. Raises the error of its read."""

@@ -19,13 +19,14 @@ class ExpertStream:
     A block is leased from the moment it is found or requested until the batch after its own is asked for.
     """
 
-    __slots__ = ("_cache", "_experts", "_held", "_layer", "_started", "_todo", "_waiting")
+    __slots__ = ("_cache", "_experts", "_held", "_joined", "_layer", "_started", "_todo", "_waiting")
 
     def __init__(self, cache: ExpertCache, layer: int, experts: Iterable[int]) -> None:
         self._cache, self._layer = cache, layer
         self._experts = dict.fromkeys(experts)
         self._held: list[Block] = []  # the batch that is out, or about to go out
         self._waiting: list[Block] = []  # requested
+        self._joined: set[Block] = set()  # of these, reads that somebody else had begun
         self._todo: deque[ExpertKey] = deque()  # no slot yet
         self._started = False
 
@@ -65,6 +66,7 @@ class ExpertStream:
         """The blocks of the next batch, [] at the end, None as long as there is nothing to hand out."""
         self._cache.release(self._held)
         self._held = []
+        self._take_over()
         if self._todo:
             self._request()
         arrived = [block for block in self._waiting if self._cache.settled(block)]
@@ -75,14 +77,26 @@ class ExpertStream:
         self._waiting = [block for block in self._waiting if not block.ready]
         return arrived
 
+    def _take_over(self) -> None:
+        """Read for ourselves what a guess, or a pass that has failed since, could not read."""
+        failed = [block for block in self._joined if block.error is not None]
+        if failed:
+            self._cache.release(failed)
+            self._joined.difference_update(failed)
+            self._waiting = [block for block in self._waiting if block not in failed]
+            self._todo.extendleft(block.key for block in failed)
+
     def _request(self) -> None:
         """Request blocks until no slot is left. What is protected goes only if this stream has no slot at all."""
         while self._todo:
-            block = self._cache.request(self._todo[0], last_resort=not self._held and not self._waiting)
-            if block is None:
+            found = self._cache.request(self._todo[0], last_resort=not self._held and not self._waiting)
+            if found is None:
                 break
+            block, joined = found
             self._todo.popleft()
             self._waiting.append(block)
+            if joined:
+                self._joined.add(block)
         self._cache.set_starving(self, bool(self._todo))
 
     def _blocked_on(self) -> tuple[str, ExpertKey]:
