@@ -14,16 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from colibri_offload.families.spec_json import spec_to_json
-from colibri_offload.graph.packer import Packer, aligned
-from colibri_offload.graph.source import StoreSource
-from colibri_offload.jit.compiler import Compiler
-from colibri_offload.jit.kernels import Kernels
-from colibri_offload.jit.targets import get_target
-from colibri_offload.models import open_model
 from colibri_offload.storage.arena import anonymous
 from colibri_offload.storage.manifest import Kind
+from colibri_offload.storage.open import open_store
 from colibri_offload.storage.writer import StoreWriter
+from colibri_offload.text import hub
 
 GGUF = Path(__file__).parent / "golden" / "gguf"
 _CHILD = Path(__file__).with_name("engine_child.py")
@@ -64,25 +59,17 @@ def run_child(job: Mapping[str, Any], **environment: str) -> dict[str, Any]:
     return finish_child(start_child(job, **environment))
 
 
-def build_store(model: Path, output: Path, kind: Kind) -> Path:
-    """A converted store with the weights of `model` exactly as it has them."""
-    source, tokenizer = open_model(model, Packer(Kernels(Compiler(get_target()))))
-    with source.store:
-        experts = {str(layer): layout.to_json() for layer, layout in source.expert_layouts.items()}
-        description = {
-            "layout_version": StoreSource.LAYOUT_VERSION, "spec": spec_to_json(source.spec), "experts": experts,
-        }  # fmt: skip
-        with StoreWriter(output, kind, model=description) as writer:
-            for name, layout in source.residents.items():
-                data = aligned(layout.nbytes)
-                source.load_resident(name, data.ctypes.data)
-                writer.add_resident(name, data, layout.to_json())
-            buffer = memoryview(anonymous(source.slot_nbytes))
-            for key in list(source.store.keys()):
-                source.store.read_into(key, buffer)
-                writer.add_expert(key, buffer[: source.store.nbytes(key)])
-            path = writer.finish()
-    tokenizer().save(path)
+def copy_store(store: Path, output: Path, kind: Kind) -> Path:
+    """A converted store as one of another kind."""
+    with open_store(store) as source, StoreWriter(output, kind, model=source.model) as writer:
+        for name in source.resident_names():
+            writer.add_resident(name, source.resident(name), source.resident_meta(name))
+        for key in list(source.keys()):
+            buffer = memoryview(anonymous(source.nbytes(key)))
+            source.read_into(key, buffer)
+            writer.add_expert(key, buffer[: source.nbytes(key)])
+        path = writer.finish()
+    hub.from_directory(store).save(path)
     return path
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from golden_util import EXACT, FIXTURES, Fixture, check_logits, check_routing, load_golden
 
 from colibri_offload import Engine
-from golden_util import EXACT, FIXTURES, Fixture, check_logits, check_routing, load_golden
 
 ROUNDING = 2e-5  # of the largest logit; 3e-6 is usual
 INT8_MEDIAN = 0.05

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from cgroup_util import memory_cgroup
 from engine_util import finish_child, gen_moe, run_child, start_child
 

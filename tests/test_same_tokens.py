@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_util import GGUF, copy_store, pairwise
 
 from colibri_offload import Engine, Sampling
+from colibri_offload.convert import convert
 from colibri_offload.errors import UsageError
 from colibri_offload.graph.memory import Sequence
 from colibri_offload.graph.step import Part
-from colibri_offload.models import model_path
+from colibri_offload.models import is_store, model_path
 from colibri_offload.scheduler.policies import POLICIES
-from engine_util import GGUF, build_store, pairwise
+from colibri_offload.storage.manifest import Kind
 
 PROMPT_TOKENS, NEW_TOKENS = 37, 12
 MODELS = ["qwen3_moe-Q4_0", "deepseek_v3-Q8_0", "gpt_oss-MXFP4"]
@@ -56,13 +58,18 @@ def demo_path() -> Path | None:
         return None
 
 
+def keep(path: Path, output: Path, kind: Kind) -> Path:
+    return convert(path, output, "keep", store=kind).path
+
+
 @pytest.fixture(scope="module", params=[*MODELS, "demo"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = demo_path() if request.param == "demo" else GGUF / f"{request.param}.gguf"
     if path is None:
         pytest.skip("the bundled model has not been built")
     folder = tmp_path_factory.mktemp("stores")
-    stores = {kind: build_store(path, folder / kind, kind) for kind in ("file", "lmdb")}  # type: ignore[arg-type]
+    kinds: tuple[Kind, ...] = ("file", "lmdb")
+    stores = {kind: (copy_store if is_store(path) else keep)(path, folder / kind, kind) for kind in kinds}
     with Engine.load(path, memory_budget="2GiB") as engine:
         experts = max(engine.runtime.source.experts_per_layer.values())
         vocab = engine.spec.vocab
