@@ -74,8 +74,9 @@ def emit_experts_up(
                 tokens: int, n: Val | None, token: Val, w: Val = w, bias: Val = bias, block: Val = block
             ) -> None:
                 xt = x + token * (x_blocks * x_act.token_nbytes)
-                for i in range(2):
+                for i in range(2):  # in the order of memory: decode is one stream for the prefetchers
                     gate_dot.call(k, tokens, w + gate_group * i, xt, gate_steps, out + 512 * i)
+                for i in range(2):
                     up_dot.call(k, tokens, w + gate_group * 2 + up_group * i, xt, up_steps, out + 512 * (2 + i))
                 packed = h + (token * h_blocks * h_act.token_nbytes + block * h_act.block_nbytes(tokens))
                 with k.range(0, tokens) as t:
