@@ -78,6 +78,17 @@ def test_compiling_every_kernel_and_filling_the_context_is_within_the_budget(
     assert any(tmp_path.rglob("*.o"))
 
 
+@pytest.mark.slow
+def test_loading_a_large_embedding_is_within_the_budget(tmp_path: Path) -> None:
+    """Embedding and head of 200 MB each were read whole before they were packed, beside their place in memory."""
+    shape = gen_moe.Shape(type="Q8_0", layers=1, experts=4, topk=2, hidden=2048, ffn=256, heads=4, vocab=90000)
+    model = gen_moe.generate(tmp_path / "model.gguf", shape)
+    options = {"ctx": 512, "expert_cache": 1, "threads": 2}
+    options["memory_budget"] = tight_budget(model, options)
+    check_peak(run_child({"model": str(model), "options": options, "prompt": [1, 2, 3], "max_tokens": 3}))
+    model.unlink()
+
+
 def test_a_prompt_longer_than_the_context_is_refused(model: Path) -> None:
     options = {"ctx": 512, "expert_cache": 1, "threads": 2, "memory_budget": "1GiB"}
     report = run_child({"model": str(model), "options": options, "prompt": PROMPTS[1000], "max_tokens": 4})

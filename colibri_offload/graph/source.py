@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from colibri_offload.checkpoint.base import Checkpoint, Tensor
+from colibri_offload.checkpoint.rows import row_blocks
 from colibri_offload.errors import StoreError, UnsupportedError
 from colibri_offload.families.resolve import load_model_spec, spec_from_json
 from colibri_offload.families.spec import EXPERT_SLOTS, Dense, ModelSpec, MoE
@@ -31,6 +33,7 @@ _VECTORS = (
     "input_norm", "post_norm", "final_norm", "q_norm", "k_norm", "q_a_norm", "kv_a_norm", "sinks", "router.choice_bias",
 )  # fmt: skip
 _FLOAT32 = ("router", "shared_gate")
+_PIECE_NBYTES = 16 << 20  # of a tensor, read at once
 _DENSE_SLOTS = {"gate": "gate", "up": "up", "down": "down"}
 
 
@@ -186,13 +189,16 @@ class CheckpointSource(ModelSource):
             return
         slot, at = self._slots[name]
         tensor = self.weights.tensor(slot, at)
-        rows = tensor.read()
         if isinstance(layout, VectorLayout):
-            self._packer.vector(layout, self.float32(tensor, rows).reshape(-1) + self._offset(slot, at), dst)
+            self._packer.vector(layout, self.float32(tensor).reshape(-1) + self._offset(slot, at), dst)
         elif layout.fmt.name != tensor.fmt:
-            self._packer.matrix(layout, self.float32(tensor, rows).view(np.uint8), dst)
-        else:
-            self._packer.matrix(layout, rows, dst)
+            self._packer.matrix(layout, self.float32(tensor).view(np.uint8), dst)
+        elif layout.batches > 1 or not tensor.contiguous:
+            self._packer.matrix(layout, tensor.read(), dst)
+        else:  # an embedding of a gigabyte must not stand in memory twice
+            for rows in row_blocks(tensor, _PIECE_NBYTES):
+                self._packer.matrix(replace(layout, rows=len(rows)), rows, dst)
+                dst += layout.fmt.matrix_nbytes(len(rows), layout.cols)
 
     def float32(self, tensor: Tensor, rows: np.ndarray | None = None) -> np.ndarray:
         """The tensor's values, float32 [shape]."""
