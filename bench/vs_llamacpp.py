@@ -18,7 +18,11 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-TESTS = {"tg64": {"prompt": 16, "decode": 64}, "pp512": {"prompt": 512, "decode": 0}, "pp64": {"prompt": 64, "decode": 0}}
+TESTS = {
+    "tg64": {"prompt": 16, "decode": 64},
+    "pp512": {"prompt": 512, "decode": 0},
+    "pp64": {"prompt": 64, "decode": 0},
+}
 
 
 class Side:
