@@ -1,7 +1,8 @@
 """A whole model in float64 NumPy, slow and plain: the oracle against which the engine is judged.
 
 Written from the papers that spec.py names. It shares nothing with the engine but the spec and the checkpoint's bytes;
-blocks are dequantised by the `gguf` package. Latent attention is computed the long way, keys and values written out.
+blocks are dequantised by the `gguf` package, those that no file has from their definitions. Latent attention is
+computed the long way, keys and values written out.
 """
 
 from __future__ import annotations
@@ -50,9 +51,37 @@ def reference_forward(spec: ModelSpec, weights: Weights, ids: list[int] | np.nda
 
 def load(tensor: Tensor) -> np.ndarray:
     """Values as float64, of the tensor's shape."""
-    rows = tensor.read()
-    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.fmt])
-    return values.astype(np.float64).reshape(tensor.shape)
+    return dequantized(tensor.fmt, tensor.read()).reshape(tensor.shape)
+
+
+def dequantized(fmt: str, rows: np.ndarray) -> np.ndarray:
+    """float64 [..., columns] of rows uint8 [..., row_nbytes]."""
+    if fmt in OWN_FORMATS:
+        nbytes, values = OWN_FORMATS[fmt]
+        return values(rows.reshape(-1, nbytes)).reshape(*rows.shape[:-1], -1)
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[fmt]).astype(np.float64)
+
+
+def _q4_z(blocks: np.ndarray) -> np.ndarray:
+    """f16 d, u16 z, 16 bytes: low nibbles are columns 0–15, high ones 16–31; d·(q − z)."""
+    d, z = blocks[:, :2].copy().view("<f2").astype(np.float64), blocks[:, 2:4].copy().view("<u2").astype(np.float64)
+    return d * (np.concatenate([blocks[:, 4:] % 16, blocks[:, 4:] // 16], 1) - z)
+
+
+def _int8(blocks: np.ndarray) -> np.ndarray:
+    """f32 s, 128 signed bytes; s·q"""
+    return blocks[:, :4].copy().view("<f4").astype(np.float64) * blocks[:, 4:].view(np.int8)
+
+
+def _f8_e4m3(blocks: np.ndarray) -> np.ndarray:
+    """f32 s, 128 bytes of sign, 4 bits of exponent (bias 7), 3 of mantissa."""
+    code = blocks[:, 4:].astype(np.int64)
+    exponent, mantissa = code // 8 % 16, code % 8
+    value = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    return blocks[:, :4].copy().view("<f4").astype(np.float64) * np.where(code < 128, value, -value)
+
+
+OWN_FORMATS = {"Q4_Z": (20, _q4_z), "INT8": (132, _int8), "F8_E4M3": (132, _f8_e4m3)}
 
 
 class LayerWeights:

@@ -7,12 +7,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from reference import load
 
-from colibri_offload.checkpoint.base import Tensor
 from colibri_offload.checkpoint.open import open_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
-FORMATS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "MXFP4")}
 
 # Directory → the unquantised model and the relative error that the scheme's bits leave in a weight.
 QUANTISED = {
@@ -24,11 +23,6 @@ QUANTISED = {
     "deepseek_v3_ct_int4": ("deepseek_v3", 0.12),
     "gpt_oss_mxfp4": ("gpt_oss", 0.15),
 }
-
-
-def values(tensor: Tensor) -> np.ndarray:
-    rows = tensor.read()
-    return gguf.quants.dequantize(rows.reshape(-1, rows.shape[-1]), FORMATS[tensor.fmt]).reshape(tensor.shape)
 
 
 @pytest.mark.parametrize("path", sorted((GOLDEN / "gguf").glob("*.gguf")), ids=lambda p: p.name)
@@ -52,7 +46,7 @@ def test_quantised_directory_is_close_to_its_sibling(name: str) -> None:
     ours, plain = open_checkpoint(GOLDEN / name).tensors, open_checkpoint(GOLDEN / sibling).tensors
     assert set(ours) == set(plain)
     for key, tensor in ours.items():
-        got, wanted = values(tensor), values(plain[key])
+        got, wanted = load(tensor), load(plain[key])
         if tensor.fmt == "MXFP4":
             wanted = wanted.swapaxes(1, 2)  # gpt-oss's float experts are [E, in, out], its MXFP4 ones [E, out, in]
         assert got.shape == wanted.shape

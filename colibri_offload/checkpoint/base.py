@@ -39,6 +39,7 @@ class Tensor:
     of `slices`, in order, and returns uint8 [*shape[:-1], row_nbytes]: row-major rows of the format's blocks as ggml
     lays them out. A quantised hub tensor that is stored as several tensors is one logical tensor with several slices.
     `narrow(i)`, where given, makes the i-th entry along the first axis out of that entry's own bytes; `view` drops it.
+    `to_float32()`, where a block format offers it, is the same tensor in F32, whose elements can be moved one by one.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Tensor:
     decode: Decode
     contiguous: bool = True  # decode is a plain reshape of one slice: leading-axis views narrow the slice
     narrow: Callable[[int], Tensor] | None = None
+    to_float32: Callable[[], Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +80,7 @@ class Tensor:
             decode=lambda raws: pick(decode(raws)),
             contiguous=False,
             narrow=None,
+            to_float32=None,
         )
 
     def read(self) -> np.ndarray:

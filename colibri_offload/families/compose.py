@@ -12,11 +12,13 @@ from colibri_offload.errors import CheckpointError, UnsupportedError
 from colibri_offload.families.spec import Source
 
 ELEMENT_NBYTES = {"F32": 4, "F16": 2, "BF16": 2}
+# Made from a hub checkpoint's parts, and turned as its float tensors are.
+OF_PARTS = ("Q4_Z", "INT8", "F8_E4M3")
 
 
 def is_blocked(fmt: str) -> bool:
-    """Whether elements of `fmt` share blocks, so that they cannot be moved one by one."""
-    return fmt not in ELEMENT_NBYTES
+    """Whether a file stores `fmt` as blocks, which some checkpoints turn as they quantise."""
+    return fmt not in ELEMENT_NBYTES and fmt not in OF_PARTS
 
 
 def compose(tensor: Tensor, source: Source) -> Tensor:
@@ -24,6 +26,8 @@ def compose(tensor: Tensor, source: Source) -> Tensor:
 
     Raises: CheckpointError when the shape does not allow a step; UnsupportedError for a turned block format.
     """
+    if (source.transpose or source.swap) and tensor.to_float32 is not None:
+        tensor = tensor.to_float32()
     if source.transpose:
         tensor = _swap(tensor)
     if source.rows is not None:
@@ -97,7 +101,7 @@ def _swap(tensor: Tensor) -> Tensor:
 
 
 def _element_nbytes(tensor: Tensor) -> int:
-    if is_blocked(tensor.fmt):
+    if tensor.fmt not in ELEMENT_NBYTES:
         raise UnsupportedError(
             f"{tensor.name}: format {tensor.fmt} cannot be turned element by element; "
             "use a file in which this tensor is F32, F16, BF16 or already split"

@@ -1,7 +1,8 @@
 """Quantised hub checkpoints: which scheme a config names, and the tensors that the scheme puts together.
 
 A scheme is one file with `fold(stored, settings) -> Folded`. It turns several stored tensors into one logical tensor
-named like the unquantised one. Tensors that it does not claim (skip lists) stay as they are.
+named like the unquantised one, in a block format (blocks.py) where that is exact (candidates.py) and else in F32.
+Tensors that it does not claim (skip lists) stay as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from colibri_offload.checkpoint.base import Tensor
 from colibri_offload.checkpoint.files import shown
 from colibri_offload.checkpoint.hub_quant import awq, compressed_tensors, fp8, gptq, mxfp4
+from colibri_offload.checkpoint.hub_quant.candidates import settle
 from colibri_offload.checkpoint.hub_quant.parts import Folded
 from colibri_offload.checkpoint.hub_types import Stored
 from colibri_offload.errors import CheckpointError, UnsupportedError
@@ -54,7 +56,7 @@ def fold(
             "an unquantised one or a GGUF file"
         )
     folded = scheme(stored, settings)
-    return folded.tensors, [s for s in stored.values() if s.name not in folded.used]
+    return settle(folded.candidates), [s for s in stored.values() if s.name not in folded.used]
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

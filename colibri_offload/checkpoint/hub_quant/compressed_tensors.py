@@ -10,7 +10,7 @@ Source: https://github.com/vllm-project/compressed-tensors (compressors/quantize
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,15 @@ import numpy as np
 from colibri_offload.checkpoint.base import Raw, Tensor, read_slice
 from colibri_offload.checkpoint.files import shown
 from colibri_offload.checkpoint.hub_quant.affine import affine, consecutive, unpack
+from colibri_offload.checkpoint.hub_quant.blocks import (
+    byte_rows,
+    fits,
+    groups_of_blocks,
+    halves_of_words,
+    q4_z_rows,
+    signed,
+)
+from colibri_offload.checkpoint.hub_quant.candidates import Candidate, float16_proofs
 from colibri_offload.checkpoint.hub_quant.fp8 import ACTIVATION_SUFFIXES, WEIGHTS, block_size, scaled_tensor
 from colibri_offload.checkpoint.hub_quant.parts import (
     FLOATS,
@@ -45,13 +54,21 @@ class Group:
     symmetric: bool
     block: tuple[int, int] | None
 
+    @property
+    def columns(self) -> int:
+        """Columns under one scale, −1: all."""
+        return -1 if self.group_size is None else self.group_size
+
     def scales(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of weight_scale for integers."""
-        return rows, 1 if self.group_size is None else groups(columns, self.group_size)
+        return rows, groups(columns, self.columns)
 
 
 def fold(stored: Mapping[str, Stored], settings: Mapping[str, Any]) -> Folded:
-    """The parts of `X` → `X.weight`, F32 [N, K]. Modules of the ignore list have a float `X.weight` and stay."""
+    """The parts of `X` → `X.weight`, Q4_Z, INT8, F8_E4M3 or F32 [N, K].
+
+    Modules of the ignore list have a float `X.weight` and stay.
+    """
     choice(settings, "format", FORMATS)
     config = _groups(settings)
     out = Folded()
@@ -64,7 +81,7 @@ def fold(stored: Mapping[str, Stored], settings: Mapping[str, Any]) -> Folded:
             out.add(scaled_tensor(weight, scale, block), weight, scale)
         elif weight.dtype == "I8":
             scale = partner(stored, f"{prefix}.weight_scale", weight)
-            out.add(_int8_tensor(weight, scale, stored, config), weight, scale)
+            out.add(_int8(weight, scale, stored, config), weight, scale)
     out.used.update(name for name in stored if name.endswith(ACTIVATION_SUFFIXES))
     return out
 
@@ -110,8 +127,8 @@ def _fold_packed(out: Folded, prefix: str, packed: Stored, stored: Mapping[str, 
         expect(zero, ("I32",), (-(-n * group.bits // 32), g))
     if g_idx is not None:
         expect(g_idx, ("I32", "I64"), (k,))
-    tensor = _packed_tensor(f"{prefix}.weight", (n, k), group, packed, scale, None if group.symmetric else zero, g_idx)
-    out.add(tensor, packed, scale, shape, zero, g_idx)
+    module = _Packed((n, k), group, packed, scale, None if group.symmetric else zero, g_idx)
+    out.add(module.candidate(f"{prefix}.weight"), packed, scale, shape, zero, g_idx)
 
 
 def _matching(
@@ -144,32 +161,59 @@ def _read_shape(shape: Stored) -> tuple[int, int]:
     return rows, columns
 
 
-def _packed_tensor(
-    name: str,
-    shape: tuple[int, int],
-    group: Group,
-    packed: Stored,
-    scale: Stored,
-    zero: Stored | None,
-    g_idx: Stored | None,
-) -> Tensor:
-    (n, k), g, bits = shape, scale.shape[1], group.bits
-    extra = [p for p in (zero, g_idx) if p is not None]
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """One module's parts, and its decoders of their bytes, in this order."""
 
-    def decode(raws: Raw) -> np.ndarray:
-        q = unpack(raws[0], packed.shape, bits).reshape(n, -1)[:, :k]
-        scales = as_float32(raws[1], scale.dtype).reshape(n, g)
-        zeros = np.full((1, g), 1 << bits - 1, np.float32)
-        if zero is not None:  # packed along the rows
-            stored = unpack(raws[2], zero.shape, bits).transpose(0, 2, 1)
-            zeros = stored.reshape(-1, g)[:n].astype(np.float32)
-        group_of = consecutive(k, -1 if group.group_size is None else group.group_size)
-        if g_idx is not None:
-            group_of = _group_indices(raws[-1], g_idx, g, group_of)
-        return float32_rows(affine(q, zeros, scales, group_of))
+    shape: tuple[int, int]
+    group: Group
+    packed: Stored
+    scale: Stored
+    zero: Stored | None
+    g_idx: Stored | None
 
-    slices = tuple(p.slice for p in (packed, scale, *extra))
-    return Tensor(name, shape, "F32", slices, decode, contiguous=False)
+    def candidate(self, name: str) -> Candidate:
+        parts = (self.packed, self.scale, self.zero, self.g_idx)
+        slices = tuple(p.slice for p in parts if p is not None)
+        plain = Tensor(name, self.shape, "F32", slices, self.float32, contiguous=False)
+        fmt = "Q4_Z" if self.group.bits == 4 else "INT8"
+        if self.g_idx is not None or not fits(fmt, self.shape[1], self.group.columns):
+            return Candidate(plain)
+        if fmt == "Q4_Z":
+            return Candidate(plain, replace(plain, fmt=fmt, decode=self.q4_z), float16_proofs(self.scale))
+        return Candidate(plain, replace(plain, fmt=fmt, decode=self.int8) if self.zero is None else None)
+
+    def float32(self, raws: Raw) -> np.ndarray:
+        n, k = self.shape
+        q = unpack(raws[0], self.packed.shape, self.group.bits).reshape(n, -1)[:, :k]
+        group_of = consecutive(k, self.group.columns)
+        if self.g_idx is not None:
+            group_of = _group_indices(raws[-1], self.g_idx, self.scale.shape[1], group_of)
+        return float32_rows(affine(q, self._zero(raws).astype(np.float32), self._scale(raws), group_of))
+
+    def q4_z(self, raws: Raw) -> np.ndarray:
+        words = np.frombuffer(raws[0], "<u4").reshape(self.packed.shape)
+        group = groups_of_blocks("Q4_Z", self.shape[1], self.group.columns)
+        return q4_z_rows(
+            lambda rows: halves_of_words(words[rows]), self._scale(raws)[:, group], self._zero(raws)[:, group]
+        )
+
+    def int8(self, raws: Raw) -> np.ndarray:
+        codes = np.frombuffer(raws[0], np.uint8).reshape(self.shape)
+        group = groups_of_blocks("INT8", self.shape[1], self.group.columns)
+        return byte_rows(lambda rows: signed(codes[rows]), len(codes), self._scale(raws)[:, group])
+
+    def _scale(self, raws: Raw) -> np.ndarray:
+        """float32 [N, G]"""
+        return as_float32(raws[1], self.scale.dtype).reshape(self.scale.shape)
+
+    def _zero(self, raws: Raw) -> np.ndarray:
+        """uint8 [N, G], or [1, G] where all rows have the same."""
+        n, g = self.scale.shape
+        if self.zero is None:
+            return np.full((1, g), 1 << self.group.bits - 1, np.uint8)
+        stored = unpack(raws[2], self.zero.shape, self.group.bits)  # packed along the rows
+        return stored.transpose(0, 2, 1).reshape(-1, g)[:n]
 
 
 def _group_indices(raw: memoryview, g_idx: Stored, g: int, consecutive_groups: np.ndarray) -> np.ndarray:
@@ -184,19 +228,26 @@ def _group_indices(raw: memoryview, g_idx: Stored, g: int, consecutive_groups: n
     return found
 
 
-def _int8_tensor(weight: Stored, scale: Stored, stored: Mapping[str, Stored], config: list[Group]) -> Tensor:
+def _int8(weight: Stored, scale: Stored, stored: Mapping[str, Stored], config: list[Group]) -> Candidate:
     n, k = matrix(weight, ("I8",))
     if f"{weight.name}_zero_point" in stored:
         raise UnsupportedError(
             f"{weight.slice.path}: tensor {shown(weight.name)} is asymmetric int8; use a symmetric checkpoint"
         )
-    size = next((g.group_size for g in config if g.bits == 8 and scale.shape == g.scales(n, k)), None)
-    expect(scale, FLOATS, (n, groups(k, -1 if size is None else size)), (1,), ())
-    group_of = consecutive(k, -1 if size is None else size)
+    size = next((g.columns for g in config if g.bits == 8 and scale.shape == g.scales(n, k)), -1)
+    expect(scale, FLOATS, (n, groups(k, size)), (1,), ())
 
-    def decode(raws: Raw) -> np.ndarray:
-        q = np.frombuffer(raws[0], np.int8).reshape(n, k)
-        scales = as_float32(raws[1], scale.dtype).reshape(-1, scale.shape[1] if len(scale.shape) == 2 else 1)
-        return float32_rows(affine(q, np.zeros((1, scales.shape[1]), np.float32), scales, group_of))
+    def scales(raws: Raw) -> np.ndarray:
+        """float32 [N or 1, G]"""
+        return as_float32(raws[1], scale.dtype).reshape(-1, scale.shape[1] if len(scale.shape) == 2 else 1)
 
-    return Tensor(weight.name, weight.shape, "F32", (weight.slice, scale.slice), decode, contiguous=False)
+    def float32(raws: Raw) -> np.ndarray:
+        q, s = np.frombuffer(raws[0], np.int8).reshape(n, k), scales(raws)
+        return float32_rows(affine(q, np.zeros((1, s.shape[1]), np.float32), s, consecutive(k, size)))
+
+    def blocks(raws: Raw) -> np.ndarray:
+        codes = np.frombuffer(raws[0], np.uint8).reshape(n, k)
+        return byte_rows(lambda rows: codes[rows], n, scales(raws)[:, groups_of_blocks("INT8", k, size)])
+
+    plain = Tensor(weight.name, weight.shape, "F32", (weight.slice, scale.slice), float32, contiguous=False)
+    return Candidate(plain, replace(plain, fmt="INT8", decode=blocks) if fits("INT8", k, size) else None)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from colibri_offload.checkpoint.base import Tensor
 from colibri_offload.checkpoint.files import shown
+from colibri_offload.checkpoint.hub_quant.candidates import Candidate
 from colibri_offload.checkpoint.hub_types import Stored
 from colibri_offload.errors import CheckpointError, UnsupportedError
 
@@ -16,13 +17,13 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclass
 class Folded:
-    """Logical tensors by name, and the names of the stored ones that went into them or have no further use."""
+    """Logical tensors, and the names of the stored ones that went into them or have no further use."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    candidates: list[Candidate] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
 
-    def add(self, tensor: Tensor, *parts: Stored | None) -> None:
-        self.tensors[tensor.name] = tensor
+    def add(self, made: Candidate | Tensor, *parts: Stored | None) -> None:
+        self.candidates.append(Candidate(made) if isinstance(made, Tensor) else made)
         self.used.update(p.name for p in parts if p is not None)
 
 
@@ -66,12 +67,13 @@ def matrix(tensor: Stored, dtypes: tuple[str, ...]) -> tuple[int, int]:
     return tensor.shape[0], tensor.shape[1]
 
 
-def whole_number(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """An integer setting of the quantization_config."""
-    value = settings.get(key, default)
-    if type(value) is not int:
+def columns_per_group(settings: Mapping[str, Any], default: int) -> int:
+    """The quantization_config's group_size: how many columns share a scale, −1 for all of a row."""
+    value = settings.get("group_size", default)
+    if type(value) is not int or (value < 1 and value != -1):
         raise CheckpointError(
-            f"config.json: quantization_config.{key} is {shown(value)}, not an integer; download it again"
+            f"config.json: quantization_config.group_size is {shown(value)}, neither -1 nor a positive integer; "
+            "download it again"
         )
     return value
 
@@ -89,4 +91,4 @@ def choice(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], defa
 
 def groups(columns: int, group_size: int) -> int:
     """How many groups of `group_size` columns (−1: one for all; the last may be partial) there are."""
-    return 1 if group_size == -1 else -(-columns // max(group_size, 1))
+    return 1 if group_size == -1 else -(-columns // group_size)
