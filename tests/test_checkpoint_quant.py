@@ -528,7 +528,7 @@ def test_turned_blocks_become_float32(tmp_path: Path, turn: Source) -> None:
 @pytest.mark.parametrize("used", [True, False])
 def test_compressed_tensors_activation_order(tmp_path: Path, used: bool) -> None:
     rng = np.random.default_rng(8)
-    n, k, size = 4, 32, 8
+    n, k, size = 4, 128, 32
     g_idx = rng.permutation(np.arange(k) // size)
     q, scale = rng.integers(0, 16, (n, k)), rng.standard_normal((n, 4)).astype(np.float32)
     stored: dict[str, tuple[str, Any]] = {

@@ -36,9 +36,8 @@ def small_qwen3_moe() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     for layer in range(2):
         at = f"model.layers.{layer}."
         shapes |= {at + "input_layernorm": (128,), at + "post_attention_layernorm": (128,)}
-        shapes |= {
-            at + f"self_attn.{n}_proj": s for n, s in zip("qkvo", ((256, 128), (128, 128), (128, 128), (128, 256)))
-        }
+        shapes |= {at + "self_attn.q_proj": (256, 128), at + "self_attn.o_proj": (128, 256)}
+        shapes |= {at + "self_attn.k_proj": (128, 128), at + "self_attn.v_proj": (128, 128)}
         shapes |= {at + "self_attn.q_norm": (64,), at + "self_attn.k_norm": (64,), at + "mlp.gate": (4, 128)}
         shapes |= {at + f"mlp.experts.{e}.{n}_proj": (128, 128) for e in range(4) for n in ("gate", "up", "down")}
     rng = np.random.default_rng(0)
