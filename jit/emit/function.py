@@ -38,7 +38,6 @@ class Fn:
             self.fn.linkage = "internal"
             self.fn.attributes.add("alwaysinline" if inline else "noinline")
         self.b = ir.IRBuilder(self.fn.append_basic_block("entry"))
-        self.prefetch_ahead_bytes = 0
         self._args = {}
         for value, (arg, t) in zip(self.fn.args, args.items(), strict=True):
             value.name = arg
@@ -125,15 +124,6 @@ class Fn:
             a.align = 64
             a.type = ptr  # llvmlite types an alloca by its element; everything here is an opaque pointer
         return Val(self, a)
-
-    def prefetch(self, p: Val, locality: int = 3) -> None:
-        f = self._declare("llvm.prefetch.p0", void, [ptr, i32, i32, i32])
-        self.b.call(f, [p.v, const(i32, 0), const(i32, locality), const(i32, 1)])
-
-    def ahead(self, p: Val, offset: int) -> None:
-        """Prefetch the line that lies prefetch_ahead_bytes after p + offset (0 switches it off)."""
-        if self.prefetch_ahead_bytes:
-            self.prefetch(p + (self.prefetch_ahead_bytes + offset))
 
     # ---- calls
     def _declare(self, name: str, ret: ir.Type, args: list[ir.Type], var_arg: bool = False) -> ir.Function:

@@ -126,15 +126,11 @@ class QuantFormat(Format):
     def quad(self, k: Fn, p: Val, offset: int, sub: int) -> Val:
         """u8 [4·lanes]: the words of this sub's rows among the 16 at `offset`."""
         n = 4 * k.target.lanes
-        if (offset + n * sub) % 64 == 0:
-            k.ahead(p, offset + n * sub)
         return p.load(vec(i8, n), offset + n * sub, n)
 
     def per_row(self, k: Fn, p: Val, t: Any, width: int, offset: int, sub: int) -> Val:
         """[lanes] values of `width` bytes, one per row."""
         n = width * k.target.lanes
-        if (offset + n * sub) % 64 == 0:
-            k.ahead(p, offset + n * sub)
         return p.load(vec(t, k.target.lanes), offset + n * sub, n)
 
 

@@ -25,8 +25,6 @@ class FloatFormat(Format):
         """f32 [lanes]: column `column` of the step."""
         n = self.block_nbytes * k.target.lanes
         offset = column * ROWS * self.block_nbytes + n * sub
-        if offset % 64 == 0:
-            k.ahead(tile, offset)
         return tile.load(vec(self.llvm_type, k.target.lanes), offset, n).f32()
 
 
