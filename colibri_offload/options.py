@@ -26,7 +26,7 @@ class LoadOptions:
     preload: bool | None = None
     eviction: str = "lru"
     io: Literal["direct", "buffered", "auto"] = "auto"
-    kv_cache: Literal["auto", "f32", "f16"] = "auto"
+    kv_cache: Literal["auto", "f32", "f16", "q8_0"] = "auto"
     batch_size: int = 0
     gpu_layers: int = 0
     vram_budget: int | str = "auto"
@@ -40,7 +40,7 @@ class LoadOptions:
         for name, choices in (
             ("activations", ("int8", "float32")),
             ("io", ("direct", "buffered", "auto")),
-            ("kv_cache", ("auto", "f32", "f16")),
+            ("kv_cache", ("auto", "f32", "f16", "q8_0")),
         ):
             if getattr(self, name) not in choices:
                 raise UsageError(f"{_flag(name)}: {getattr(self, name)!r}; choose one of {', '.join(choices)}")

@@ -14,6 +14,7 @@ import psutil
 
 from colibri_offload.errors import BudgetError, UsageError
 from colibri_offload.families.spec import ModelSpec
+from colibri_offload.graph.attention import kv_dims
 from colibri_offload.graph.guess import Guesser
 from colibri_offload.graph.layout import MatrixLayout, pad
 from colibri_offload.graph.memory import KvCache, Region
@@ -24,7 +25,7 @@ from colibri_offload.graph.source import ModelSource
 from colibri_offload.graph.step import workspace_sizes
 from colibri_offload.jit.compiler import Compiler
 from colibri_offload.jit.kernels import Kernels
-from colibri_offload.jit.kernels.attention import PAGE
+from colibri_offload.jit.kernels.kv_types import KV_TYPES, PAGE
 from colibri_offload.jit.pool import WorkerPool
 from colibri_offload.jit.targets import get_target
 from colibri_offload.models import TokenizerLoader, open_model
@@ -180,6 +181,10 @@ def _context(o: LoadOptions, spec: ModelSpec) -> int:
 def _kv_type(o: LoadOptions, source: ModelSource) -> str:
     """f16 where the weights' own error hides it: quantised resident weights with int8 activations. Else f32."""
     if o.kv_cache != "auto":
+        multiple = KV_TYPES[o.kv_cache].multiple
+        odd = {d for layer in source.spec.layers for d in kv_dims(layer.mixer)[1:] if d % multiple}
+        if odd:
+            raise UsageError(f"--kv-cache {o.kv_cache}: head width {min(odd)} is no multiple of {multiple}; use f16")
         return o.kv_cache
     quantised = any(isinstance(m, MatrixLayout) and not m.fmt.is_float for m in source.residents.values())
     return "f16" if quantised and o.activations == "int8" else "f32"

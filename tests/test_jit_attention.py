@@ -66,6 +66,18 @@ def test_head_norm_without_rotation() -> None:
 
 
 # ---- KV cache
+def rounded_to_bytes(x: np.ndarray) -> np.ndarray:
+    """float64: what 8 bits under a scale per 32 elements keep of x."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32).astype(np.float32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    d = (largest * np.float32(1 / 127)).astype(np.float64)
+    return (np.rint(blocks * (np.float32(127) / largest)) * d).reshape(x.shape)
+
+
+def kept(x: np.ndarray, kv_type: str) -> np.ndarray:
+    return rounded_to_bytes(x) if kv_type == "q8_0" else x.astype(KV_DTYPES[kv_type])
+
+
 @dataclass
 class Cache:
     """One sequence's pages, filled by the kernel. What was never written is NaN."""
@@ -92,7 +104,7 @@ class Cache:
         )  # fmt: skip
         assert all(intact(p) and (p[: cls.layer_at] == 0xFF).all() for p in pages)
         with np.errstate(over="ignore"):
-            keys, values = (x.astype(KV_DTYPES[kv_type]) for x in (keys, values))
+            keys, values = (kept(x, kv_type) for x in (keys, values))
         return cls(keys, values, kv_type, pages, table)
 
 
@@ -165,6 +177,8 @@ class Shape:
         """float64 [N, V]: softmax over the visible positions (and the sink), written out."""
         first = max(0, position - self.window + 1) if self.window else 0
         keys, values = (x[first : position + 1].astype(np.float64) for x in (cache.keys, cache.values))
+        if self.kv_type == "q8_0":  # the query is rounded as well, for the integer dot
+            q = rounded_to_bytes(q)
         out = np.empty((self.heads, self.value_dim))
         for head in range(self.heads):
             group = head // (self.chunks * self.queries)
@@ -183,6 +197,8 @@ SHAPES = {
     "window_of_pages": Shape("f32", 40, 32, 1, 1, window=100, sinks=True),
     "sinks": Shape("f32", 32, 64, 2, 2, sinks=True),
     "latent": Shape("f16", 80, 64, 1, 8),
+    "bytes": Shape("q8_0", 64, 32, 2, 3, window=90, sinks=True),
+    "bytes_gqa": Shape("q8_0", 32, 96, 1, 4, chunks=2),
     "sharp": Shape("f32", 32, 32, 2, 2, sinks=True, scale=30.0),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -92,8 +92,9 @@ def test_cache_layout(target: str, kv_type: str) -> None:
 
 
 @narrow
-def test_attention(target: str) -> None:
-    shape = replace(SHAPES["window"], target=target)
+@pytest.mark.parametrize("name", ["window", "bytes"])
+def test_attention(target: str, name: str) -> None:
+    shape = replace(SHAPES[name], target=target)
     cache = shape.cache(130)
     positions = [0, 63, 64, 129]
     q = random(4, shape.heads, shape.key_dim, seed=5)

@@ -82,7 +82,7 @@ LOAD = FlagGroup(
         Flag("expert_cache", str, "Experts kept in memory: N per layer on average, a size, or auto.", "N|SIZE|auto"),
         Flag("memory_budget", str, "Memory that everything together may take.", "SIZE|auto"),
         Flag("activations", str, "int8, or float32: slower, exact to rounding.", "int8|float32"),
-        Flag("kv_cache", str, "Type of the keys and values kept.", "auto|f32|f16"),
+        Flag("kv_cache", str, "Type of the keys and values kept.", "auto|f32|f16|q8_0"),
         Flag(
             "prefetch", bool, "Read the experts that the next layer will likely need ahead of time.",
             names=("--prefetch/--no-prefetch",),

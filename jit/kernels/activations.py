@@ -63,6 +63,22 @@ def rounded(k: Fn, x: Val, inverse: Val) -> Val:
     return (x * inverse + 12582912.0).bits(vec(i32, x.lanes)) - 0x4B400000
 
 
+def quantized(k: Fn, x: list[Val]) -> tuple[list[Val], Val]:
+    """32 floats (as vectors) → signed bytes as i32 vectors, and their scale: x ≈ q·d, d = max|x| / 127.
+
+    NaN and Inf reach the scale.
+    """
+    # compared as integers, where NaN is the largest: it must reach the scale, not be rounded to some number
+    largest = x[0].abs().bits(vec(i32, x[0].lanes))
+    for v in x[1:]:
+        largest = largest.max(v.abs().bits(largest.t))
+    amax = largest.hmax().bits(f32)
+    tiny = amax < 1e-30  # 127/amax would overflow; such a block is zero for every purpose
+    inverse = tiny.select(k.zero(f32), k.const(f32, 127.0) / amax)
+    d = tiny.select(k.zero(f32), amax * (1.0 / 127.0))
+    return [rounded(k, v, inverse) for v in x], d
+
+
 class Int8(Activations):
     """Per token and 32 columns: 32 signed bytes, f32 scale d, then −d·Σq over all, over the first and over the
     last 16."""
@@ -70,15 +86,7 @@ class Int8(Activations):
     name, token_nbytes = "int8", 48
 
     def pack(self, k: Fn, x: list[Val], block: Val, tokens: int, t: Val | int) -> None:
-        # compared as integers, where NaN is the largest: it must reach the scale, not be rounded to some number
-        largest = x[0].abs().bits(vec(i32, x[0].lanes))
-        for v in x[1:]:
-            largest = largest.max(v.abs().bits(largest.t))
-        amax = largest.hmax().bits(f32)
-        tiny = amax < 1e-30  # 127/amax would overflow; such a block is zero for every purpose
-        inverse = tiny.select(k.zero(f32), k.const(f32, 127.0) / amax)
-        d = tiny.select(k.zero(f32), amax * (1.0 / 127.0))
-        q = [rounded(k, v, inverse) for v in x]
+        q, d = quantized(k, x)
         at = self._at(k, block, t, 32, 0)
         for j, v in enumerate(q):
             at.store(v.trunc(i8), v.lanes * j, 1)

@@ -1,37 +1,23 @@
 """RoPE, the paged KV cache and attention over it.
 
-A page holds 64 consecutive positions of one sequence. Within a layer's part of a page, per kv head: keys as four tiles
-[D][16 positions] (so 16 scores are one vector), then values [64 positions][V]. The softmax runs page by page from the
+A page holds 64 consecutive positions of one sequence; kv_types.py says how. The softmax runs page by page from the
 first visible one, so a query's arithmetic depends on its position alone, never on how the prompt was cut into chunks.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import llvmlite.ir as ir
 
-from colibri_offload.jit.emit import Fn, Struct, Val, f16, f32, i32, i64, ptr, vec
+from colibri_offload.jit.emit import Fn, Struct, Val, f32, i32, i64, ptr, vec
+from colibri_offload.jit.kernels.kv_types import KV_TYPES, PAGE, TILE, lanes_for
 from colibri_offload.jit.kernels.math import exp
 from colibri_offload.jit.targets import Target
-
-PAGE = 64
-TILE = 16
-KV_TYPES: dict[str, Any] = {"f32": f32, "f16": f16}
-KV_NBYTES = {"f32": 4, "f16": 2}
 
 
 def kv_page_nbytes(kv_heads: int, key_dim: int, value_dim: int, kv_type: str) -> int:
     """Bytes of one layer's part of a page."""
-    return kv_heads * PAGE * (key_dim + value_dim) * KV_NBYTES[kv_type]
-
-
-def lanes_for(target: Target, count: int) -> int:
-    """The widest power of two ≤ lanes that divides count."""
-    n = target.lanes
-    while count % n:
-        n //= 2
-    return n
+    t = KV_TYPES[kv_type]
+    return kv_heads * (t.page_nbytes(key_dim) + t.page_nbytes(value_dim))
 
 
 # src, dst: f32, token rows *_stride bytes apart, heads *_head bytes apart; cos, sin: f32 [tokens][pairs] or null (no
@@ -108,29 +94,16 @@ StoreKv = Struct(
 
 def emit_store_kv(module: ir.Module, target: Target, key_dim: int, value_dim: int, kv_type: str) -> None:
     """Task: one kv head of one token → its place in the page."""
-    size = KV_NBYTES[kv_type]
+    kv = KV_TYPES[kv_type]
     with Fn(module, target, "store_kv", {"args": ptr, "task": i64}) as k:
         a = StoreKv.at(k.args)
         token, head = k.task // a.kv_heads, k.task % a.kv_heads
-        page = (a.pages + token * 8).load(ptr) + a.layer_at
         at = (a.positions + token * 4).load(i32).sext(i64) % PAGE
-        base = page + head * (PAGE * (key_dim + value_dim) * size)
-        key = a.key + (token * a.key_stride + head * (4 * key_dim))
+        page = (a.pages + token * 8).load(ptr) + a.layer_at
+        keys = page + head * (kv.page_nbytes(key_dim) + kv.page_nbytes(value_dim))
+        kv.store_key(k, keys, at, a.key + (token * a.key_stride + head * (4 * key_dim)), key_dim)
         value = a.value + (token * a.value_stride + head * (4 * value_dim))
-
-        def narrow(x: Val) -> Val:
-            return x if kv_type == "f32" else k.target.f32_to_half_bits(x)
-
-        tile = base + (at // TILE * (key_dim * TILE * size) + at % TILE * size)
-        n = lanes_for(target, key_dim)
-        with k.range(0, key_dim, n) as d:
-            v = narrow((key + d * 4).load(vec(f32, n), 0, 4))
-            for i in range(n):
-                (tile + d * (TILE * size)).store(v.lane(i), i * TILE * size)
-        row = base + (key_dim * PAGE * size) + at * (value_dim * size)
-        n = lanes_for(target, value_dim)
-        with k.range(0, value_dim, n) as d:
-            (row + d * size).store(narrow((value + d * 4).load(vec(f32, n), 0, 4)), 0, size)
+        kv.store_value(k, keys + kv.page_nbytes(key_dim), at, value, value_dim)
 
 
 # q, out: f32, token rows *_stride bytes apart, heads packed. tables: ptr per token to its sequence's array of page
@@ -147,7 +120,7 @@ def emit_attend(module: ir.Module, target: Target, key_dim: int, value_dim: int,
 
     Source: Dao et al. 2022 (the running softmax), arXiv:2205.14135; Xiao et al. 2023 (sinks), arXiv:2309.17453.
     """
-    lanes, size, kv = target.lanes, KV_NBYTES[kv_type], KV_TYPES[kv_type]
+    lanes, kv = target.lanes, KV_TYPES[kv_type]
     subs = TILE // lanes
     n_value = lanes_for(target, value_dim)
     t_vec = vec(f32, lanes)
@@ -162,7 +135,8 @@ def emit_attend(module: ir.Module, target: Target, key_dim: int, value_dim: int,
         table = (a.tables + token * 8).load(ptr)
         position = (a.positions + token * 4).load(i32).sext(i64)
         lowest = a.window.eq(0).select(k.const(i64, 0), (position - a.window + 1).max(k.const(i64, 0)))
-        head_at, scale = a.layer_at + head * (PAGE * (key_dim + value_dim) * size), a.scale
+        head_at, scale = a.layer_at + head * (kv.page_nbytes(key_dim) + kv.page_nbytes(value_dim)), a.scale
+        prepared = kv.prepare(k, q, queries, key_dim)
         scores, sums = k.scratch(queries * PAGE * 4), k.scratch(queries * value_dim * 4)
         largest, total = [k.var(k.const(f32, NEGATIVE)) for _ in rows], [k.var(k.zero(f32)) for _ in rows]
         with k.when(k.not_null(a.sinks)):
@@ -177,18 +151,13 @@ def emit_attend(module: ir.Module, target: Target, key_dim: int, value_dim: int,
             # scores of 64 positions; the invisible ones get a score that no visible one can have
             with k.range(0, PAGE // TILE) as tile:
                 for sub in range(subs):
-                    acc = [k.var(k.zero(t_vec)) for _ in rows]
-                    keys = page + tile * (key_dim * TILE * size) + sub * lanes * size
-                    with k.range(0, key_dim) as d:
-                        key = (keys + d * (TILE * size)).load(vec(kv, lanes), 0, size * lanes).f32()
-                        for r in rows:
-                            acc[r].set(key.fma((q + d * 4).load(f32, 4 * key_dim * r).splat(lanes), acc[r]()))
+                    products = kv.scores(k, page, tile, sub, prepared, queries, key_dim)
                     at = start + tile * TILE + sub * lanes
                     where = at.trunc(i32).splat(lanes) + k.iota(vec(i32, lanes))
                     visible = where.zext(i64) <= position.splat(lanes)
                     visible = Val(k, k.b.and_(visible.v, (where.zext(i64) >= lowest.splat(lanes)).v))
                     for r in rows:
-                        s = visible.select(acc[r]() * scale, k.const(t_vec, NEGATIVE))
+                        s = visible.select(products[r] * scale, k.const(t_vec, NEGATIVE))
                         (scores + (tile * TILE + sub * lanes) * 4).store(s, 4 * PAGE * r)
             for r in rows:
                 best = scores.load(t_vec, 4 * PAGE * r)
@@ -207,15 +176,16 @@ def emit_attend(module: ir.Module, target: Target, key_dim: int, value_dim: int,
                 with k.range(0, value_dim, n_value) as d:
                     at = sums + d * 4
                     at.store(at.load(vec(f32, n_value), 4 * value_dim * r, 4) * shrink, 4 * value_dim * r, 4)
-            values = page + key_dim * PAGE * size
+            values = page + kv.page_nbytes(key_dim)
             # positions after the query's own have weight zero; their rows may never have been written, so stop before
             # them
             count = (position - start + 1).min(k.const(i64, PAGE))
             with k.range(0, value_dim, n_value) as d:
                 at = sums + d * 4
                 acc = [k.var(at.load(vec(f32, n_value), 4 * value_dim * r, 4)) for r in rows]
+                value_at = kv.value(k, values, d, value_dim)
                 with k.range(0, count) as i:
-                    v = (values + (i * value_dim + d) * size).load(vec(kv, n_value), 0, size).f32()
+                    v = value_at(i)
                     for r in rows:
                         p = (scores + i * 4).load(f32, 4 * PAGE * r).splat(n_value)
                         acc[r].set(v.fma(p, acc[r]()))
