@@ -2,10 +2,10 @@
 
     python bench/engine.py MODEL [--threads 2] [--runs 5] [--contexts 512,4096,16384]
 
-- contexts: decode time at a depth, beside what the KV bytes read explain at the speed the weights are read with. The KV
-  pages are filled with ones, since a prompt of that length is not what is measured.
+- contexts: decode time at a depth, beside what the KV bytes read explain at the speed the weights are read with. The
+  KV pages are filled with ones, since a prompt of that length is not what is measured.
 - outside: share of a decoded token that is not spent in native code.
-- start: a second start (everything compiled, files in the page cache) to the first token, beside reading the files' bytes.
+- start: a second start to the first token: everything compiled, files in the page cache, experts read as needed.
 - targets: prefill and decode with AVX2 kernels beside the best ones, taking turns.
 
 Ends with one JSON line.

@@ -1,85 +1,26 @@
-"""A memory cgroup for one child process, version 1 or 2; pytest.skip where the machine does not let us make one.
-
-Sources: Linux Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
-"""
+"""A memory cgroup for one child process; pytest.skip where the machine does not let us make one."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
+from engine_util import load_bench
 
-ROOT = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class Cgroup:
-    """A group with a limit. `anonymous` and `kills`: the keys that count anonymous bytes and OOM kills, and where."""
-
-    path: Path
-    anonymous: tuple[str, str]
-    kills: tuple[str, str]
-
-    @property
-    def procs(self) -> Path:
-        return self.path / "cgroup.procs"
-
-    def anonymous_bytes(self) -> int:
-        return self._read(*self.anonymous)
-
-    def oom_kills(self) -> int:
-        return self._read(*self.kills)
-
-    def _read(self, file: str, key: str) -> int:
-        lines = (self.path / file).read_text().splitlines()
-        return int(dict(line.split(" ", 1) for line in lines)[key])
+cgroup = load_bench("cgroup")
 
 
 @contextmanager
-def memory_cgroup(limit_bytes: int) -> Iterator[Cgroup]:
-    """A group limited to `limit_bytes`, removed afterwards. Skips the test when it cannot be made."""
+def memory_cgroup(limit_bytes: int) -> Iterator[Any]:
+    """A group (bench/cgroup.py) limited to `limit_bytes`, removed afterwards."""
+    made = cgroup.memory_cgroup(limit_bytes)
     try:
-        group = _make(f"colibri-test-{os.getpid()}", limit_bytes)
+        group = made.__enter__()
     except OSError as error:
         pytest.skip(f"no writable memory cgroup: {error}")
     try:
         yield group
     finally:
-        _remove(group.path)
-
-
-def _make(name: str, limit_bytes: int) -> Cgroup:
-    if (ROOT / "memory/memory.limit_in_bytes").exists():
-        path = ROOT / "memory" / name
-        path.mkdir()
-        limit = path / "memory.limit_in_bytes"
-        group = Cgroup(path, ("memory.stat", "total_rss"), ("memory.oom_control", "oom_kill"))
-    else:
-        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        parent = ROOT / own.removeprefix("0::").lstrip("/")
-        if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
-            (parent / "cgroup.subtree_control").write_text("+memory")
-        path = parent / name
-        path.mkdir()
-        limit = path / "memory.max"
-        group = Cgroup(path, ("memory.stat", "anon"), ("memory.events", "oom_kill"))
-    try:
-        limit.write_text(str(limit_bytes))
-    except OSError:
-        path.rmdir()
-        raise
-    return group
-
-
-def _remove(path: Path) -> None:
-    for _ in range(50):  # the kernel may still be taking the last process apart
-        try:
-            path.rmdir()
-            return
-        except OSError:
-            time.sleep(0.1)
+        made.__exit__(None, None, None)

@@ -24,17 +24,17 @@ GGUF = Path(__file__).parent / "golden" / "gguf"
 _CHILD = Path(__file__).with_name("engine_child.py")
 
 
-def _load_generator() -> ModuleType:
-    """bench/gen_moe.py: a script beside the tests, in no package."""
-    spec = importlib.util.spec_from_file_location("gen_moe", Path(__file__).parent.parent / "bench" / "gen_moe.py")
+def load_bench(name: str) -> ModuleType:
+    """bench/NAME.py: a script beside the tests, in no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "bench" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["gen_moe"] = module  # where dataclasses look for it
+    sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
 
-gen_moe = _load_generator()
+gen_moe = load_bench("gen_moe")
 
 
 def start_child(job: Mapping[str, Any], **environment: str) -> subprocess.Popen[str]:
