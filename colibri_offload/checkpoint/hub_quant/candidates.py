@@ -15,7 +15,7 @@ from colibri_offload.checkpoint.base import FileSlice, Tensor, read_slice
 from colibri_offload.checkpoint.hub_types import Stored, as_float32
 
 MAX_PROOF_BYTES = 1 << 30  # of all proofs together: a second or so, if the drive is as quick
-PIECE_BYTES = 64 << 10  # temporaries stay in the cache and come from the heap: three times as fast as 1 MiB, on fresh pages
+PIECE_BYTES = 64 << 10  # temporaries stay in the cache and on the heap: three times as fast as 1 MiB
 
 
 @dataclass(frozen=True)
