@@ -186,5 +186,5 @@ def _kv_type(o: LoadOptions, source: ModelSource) -> str:
         if odd:
             raise UsageError(f"--kv-cache {o.kv_cache}: head width {min(odd)} is no multiple of {multiple}; use f16")
         return o.kv_cache
-    quantised = any(isinstance(m, MatrixLayout) and not m.fmt.is_float for m in source.residents.values())
+    quantised = any(isinstance(m, MatrixLayout) and m.fmt.integer for m in source.residents.values())
     return "f16" if quantised and o.activations == "int8" else "f32"

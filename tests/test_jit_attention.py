@@ -109,7 +109,7 @@ class Cache:
 
 
 def check_layout(kv_type: str, target: str | None = None) -> None:
-    """Keys as tiles [D][16 positions], values as rows; f16 rounds to nearest even over its whole range."""
+    """Keys as tiles [D][16 positions], values (40 wide) 8 columns at a time; f16 rounds to nearest even everywhere."""
     n, heads, key_dim, value_dim = 70, 2, 24, 40
     scale = 10.0 ** np.random.default_rng(3).integers(-9, 6, (n, heads, 1))
     keys, values = (random(n, heads, key_dim) * scale).astype(np.float32), random(n, heads, value_dim, seed=1)
@@ -120,7 +120,7 @@ def check_layout(kv_type: str, target: str | None = None) -> None:
         stored = page[cache.layer_at :].view(KV_DTYPES[kv_type]).reshape(heads, PAGE * (key_dim + value_dim))
         k_part, v_part = stored[:, : PAGE * key_dim], stored[:, PAGE * key_dim :]
         k_rows = k_part.reshape(heads, PAGE // TILE, key_dim, TILE).transpose(1, 3, 0, 2).reshape(PAGE, heads, key_dim)
-        v_rows = v_part.reshape(heads, PAGE, value_dim).swapaxes(0, 1)
+        v_rows = v_part.reshape(heads, value_dim // 8, PAGE, 8).transpose(2, 0, 1, 3).reshape(PAGE, heads, value_dim)
         here = slice(number * PAGE, min(n, (number + 1) * PAGE))
         used = here.stop - here.start
         assert np.array_equal(k_rows[:used], cache.keys[here]) and np.array_equal(v_rows[:used], cache.values[here])

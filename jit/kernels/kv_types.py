@@ -1,7 +1,7 @@
 """How keys and values are kept in a page: one class per type.
 
 A page holds 64 positions of one kv head: first the keys, as four tiles of 16 positions (so 16 scores are one vector),
-then the values, one row per position.
+then the values, 16 columns of all positions at a time: both in the order in which attention reads them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def lanes_for(target: Target, count: int) -> int:
     while count % n:
         n //= 2
     return n
+
+
+def chunk_for(dim: int) -> int:
+    """Columns of values that lie together: the widest power of two ≤ 16 that divides dim, on every target."""
+    return min(16, dim & -dim)
 
 
 class KvType(ABC):
@@ -51,13 +56,19 @@ class KvType(ABC):
     def scores(self, k: Fn, keys: Val, tile: Val, sub: int, prepared: Val, queries: int, dim: int) -> list[Val]:
         """Per query, f32 [lanes]: products with positions tile·16 + sub·lanes … of the page."""
 
+    @staticmethod
+    def _value_at(at: Val, column: Val, dim: int) -> Val:
+        """Number of the element that holds a position's column."""
+        chunk = chunk_for(dim)
+        return (column // chunk * PAGE + at) * chunk + column % chunk
+
     @abstractmethod
     def value(self, k: Fn, values: Val, column: Val, dim: int) -> Callable[[Val], Val]:
         """position → f32 [lanes_for(dim)]: its value from `column` on."""
 
 
 class FloatKv(KvType):
-    """Keys as [dim][16 positions] per tile, values as rows."""
+    """Keys as [dim][16 positions] per tile, values as [dim/16][64 positions][16]."""
 
     size: ClassVar[int]
     llvm_type: ClassVar[Any]
@@ -78,9 +89,10 @@ class FloatKv(KvType):
                 (tile + d * (TILE * self.size)).store(v.lane(i), i * TILE * self.size)
 
     def store_value(self, k: Fn, values: Val, at: Val, x: Val, dim: int) -> None:
-        row, n = values + at * (dim * self.size), lanes_for(k.target, dim)
+        n = lanes_for(k.target, dim)
         with k.range(0, dim, n) as d:
-            (row + d * self.size).store(self.narrow((x + d * 4).load(vec(f32, n), 0, 4)), 0, self.size)
+            place = values + self._value_at(at, d, dim) * self.size
+            place.store(self.narrow((x + d * 4).load(vec(f32, n), 0, 4)), 0, self.size)
 
     def prepare(self, k: Fn, q: Val, queries: int, dim: int) -> Val:
         return q
@@ -97,7 +109,7 @@ class FloatKv(KvType):
 
     def value(self, k: Fn, values: Val, column: Val, dim: int) -> Callable[[Val], Val]:
         t = vec(self.llvm_type, lanes_for(k.target, dim))
-        return lambda at: (values + (at * dim + column) * self.size).load(t, 0, self.size).f32()
+        return lambda at: (values + self._value_at(at, column, dim) * self.size).load(t, 0, self.size).f32()
 
 
 class F32Kv(FloatKv):
@@ -118,8 +130,8 @@ class Q8Kv(KvType):
     """Signed bytes under a float32 scale per 32 elements: 9 bits per element.
 
     Keys, per tile: for each 32 elements 8 quads [16 positions][4], stored + 128; then scales [dim/32][16 positions];
-    the query is rounded in the same way and meets them in the integer dot. Values: rows of bytes, then scales
-    [64][dim/32].
+    the query is rounded in the same way and meets them in the integer dot. Values: bytes [dim/16][64 positions][16],
+    then scales [dim/32][64].
     """
 
     name, multiple = "q8_0", 32
@@ -148,8 +160,8 @@ class Q8Kv(KvType):
         with k.range(0, dim // 32) as b:
             q, d = self._block(k, x, b)
             for j, v in enumerate(q):
-                (values + (at * dim + b * 32)).store(v.trunc(i8), v.lanes * j, 1)
-            (values + (at * (dim // 8) + b * 4)).store(d, PAGE * dim)
+                (values + self._value_at(at, b * 32 + v.lanes * j, dim)).store(v.trunc(i8), 0, 1)
+            (values + (b * PAGE + at) * 4).store(d, PAGE * dim)
 
     def prepare(self, k: Fn, q: Val, queries: int, dim: int) -> Val:
         blocks = queries * dim // 32
@@ -185,8 +197,8 @@ class Q8Kv(KvType):
         n = lanes_for(k.target, dim)
 
         def at(position: Val) -> Val:
-            q = (values + (position * dim + column)).load(vec(i8, n), 0, 1).sext(i32).f32()
-            d = (values + (position * (dim // 8) + column // 32 * 4)).load(f32, PAGE * dim)
+            q = (values + self._value_at(position, column, dim)).load(vec(i8, n), 0, 1).sext(i32).f32()
+            d = (values + (column // 32 * PAGE + position) * 4).load(f32, PAGE * dim)
             return q * d.splat(n)
 
         return at
