@@ -218,7 +218,17 @@ class CheckpointSource(ModelSource):
         return {n: self.weights.tensor(s, key.layer, key.expert if moe else None) for n, s in slots.items()}
 
     def _expert_layout(self, layer: int) -> ExpertLayout:
-        return self._record_layout(self.parts(ExpertKey(layer, 0)))
+        layout = self._record_layout(self.parts(ExpertKey(layer, 0)))
+        formats = [layout.gate.name, layout.up.name, layout.down.name]
+        for expert in range(1, experts_of(self.spec, layer)):
+            parts = self.parts(ExpertKey(layer, expert))
+            found = [parts[n].fmt for n in ("gate", "up", "down")]
+            if found != formats:
+                raise UnsupportedError(
+                    f"{self.path}: layer {layer} expert {expert} has formats {', '.join(found)}, expert 0 has "
+                    f"{', '.join(formats)}; the experts of a layer must agree: use a checkpoint without such exceptions"
+                )
+        return layout
 
     def _record_layout(self, parts: Mapping[str, Tensor]) -> ExpertLayout:
         for tensor in parts.values():
