@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +61,11 @@ class Engine:
         unknown = sorted(set(options) - set(LoadOptions.names()))
         if unknown:
             raise UsageError(f"unknown option {unknown[0]!r}; known: {', '.join(LoadOptions.names())}")
-        return cls(Runtime(model, LoadOptions(**options), progress))
+        chosen = LoadOptions(**options)
+        if chosen.gpu_options():
+            asked = ", ".join(chosen.gpu_options())
+            warnings.warn(f"{asked}: this version has no GPU backend; everything runs on the CPU", stacklevel=2)
+        return cls(Runtime(model, chosen, progress))
 
     @property
     def spec(self) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from colibri_offload.errors import UsageError
@@ -45,9 +45,19 @@ class LoadOptions:
             if getattr(self, name) not in choices:
                 raise UsageError(f"{_flag(name)}: {getattr(self, name)!r}; choose one of {', '.join(choices)}")
 
+    def gpu_options(self) -> list[str]:
+        """Names of the GPU options that ask for something."""
+        return [name for name, unset in _GPU.items() if getattr(self, name) != unset]
+
+    def without_gpu(self) -> LoadOptions:
+        return replace(self, **_GPU)  # type: ignore[arg-type]
+
     @classmethod
     def names(cls) -> list[str]:
         return [f.name for f in fields(cls)]
+
+
+_GPU = {"gpu_layers": 0, "vram_budget": "auto", "placement": ""}  # field → the value that asks for nothing
 
 
 def _flag(name: str) -> str:

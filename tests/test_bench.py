@@ -50,3 +50,10 @@ def test_lazy_is_the_opposite_of_preload() -> None:
         assert engine.runtime.cache.block_count == engine.runtime.sizes.total_blocks
     with pytest.raises(UsageError, match="exclude"):
         Engine.load("demo", lazy=True, preload=True)
+
+
+def test_gpu_options_warn_and_run_on_the_cpu() -> None:
+    with pytest.warns(UserWarning, match="gpu_layers: this version has no GPU backend"):
+        engine = Engine.load("demo", gpu_layers=3)
+    with engine:
+        assert len(engine.generate([5, 6], max_tokens=2, ignore_eos=True).token_ids) == 2

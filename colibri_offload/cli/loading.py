@@ -10,15 +10,14 @@ from colibri_offload.engine import Engine
 from colibri_offload.options import LoadOptions
 from colibri_offload.scheduler.memory import format_size
 
-_GPU_FLAGS = {"gpu_layers": 0, "vram_budget": "auto", "placement": ""}  # field → the value that asks for nothing
-
 
 @contextmanager
 def loaded(model: str, options: LoadOptions) -> Iterator[Engine]:
     """The engine, closed at the end."""
-    asked = [f"--{name.replace('_', '-')}" for name, unset in _GPU_FLAGS.items() if getattr(options, name) != unset]
+    asked = [f"--{name.replace('_', '-')}" for name in options.gpu_options()]
     if asked:
         note(f"warning: {', '.join(asked)}: this version has no GPU backend; everything runs on the CPU")
+        options = options.without_gpu()
     with Meter() as meter:
         engine = Engine.load(model, progress=meter, **vars(options))
     with engine:
