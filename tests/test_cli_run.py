@@ -104,7 +104,7 @@ def test_load_flags_reach_the_engine(cli, monkeypatch):
     assert seen == {
         "threads": 1, "ctx": 64, "expert_cache": "2GiB", "memory_budget": "3GiB", "activations": "float32",
         "prefetch": False, "preload": False, "eviction": "lfru", "io": "buffered", "kv_cache": "f32", "batch_size": 7,
-        "gpu_layers": 2, "vram_budget": "1GiB", "placement": "attn=gpu",
+        "gpu_layers": 0, "vram_budget": "auto", "placement": "",  # warned about, and then not asked of the engine
     }  # fmt: skip
     assert done.code == 130
     warning, last = done.err.splitlines()
