@@ -19,6 +19,7 @@ _LONGEST_WAIT = 4096  # rows between two fits of one layer
 _FIT_EVERY = 8  # calls of observe, of any layer, between two fits: the layers do not all fit on one token
 _ROWS = 128  # of one call that are learned from, evenly spread: a long prompt must not cost more than it tells
 _FADE = 0.99  # of the recall, per row
+_WORTHWHILE, _RANK_STEP = 0.5, 0.15  # precision below which a rank is not read; weight of the newest row in it
 
 
 class RoutingPredictor:
@@ -55,6 +56,10 @@ class RoutingPredictor:
         rank = first % guess.shape[1]
         return [int(expert) for expert in experts[np.lexsort((experts, rank, -votes))]]
 
+    def worthwhile(self, layer: int) -> int:
+        """How many of one token's guesses are worth reading: the ranks that lately came true at least half the time."""
+        return self._layers[layer].worthwhile
+
     def observe(self, layer: int, logits: np.ndarray, topk_ids: np.ndarray) -> None:
         """Learn what became of a guess: its logits [E] or [T, E], and the true experts, int [K] or [T, K]."""
         logits, topk_ids = np.atleast_2d(logits), np.atleast_2d(topk_ids)
@@ -87,10 +92,16 @@ class _Layer:
         self._weights: np.ndarray | None = None  # [E+1, E]
         self._wait = self._next_fit = _FIRST_FIT * (experts + 1)
         self._recall = {False: _Recall(), True: _Recall()}  # corrected?
+        self._rank_precision = np.ones(self.guesses)  # optimistic, so that a rank is tried before it is judged
 
     @property
     def recall(self) -> float:
         return self._recall[self._corrects].value
+
+    @property
+    def worthwhile(self) -> int:
+        """How many ranks of a guess are worth reading. Precision falls with the rank, but for noise."""
+        return max(1, int((self._rank_precision >= _WORTHWHILE).sum()))
 
     @property
     def due(self) -> bool:
@@ -108,6 +119,9 @@ class _Layer:
         truth = np.zeros((len(logits), self.experts), np.float32)
         np.put_along_axis(truth, topk_ids, 1, axis=1)
         inputs = _inputs(logits)
+        came_true = np.take_along_axis(truth, self.guess(logits), axis=1)
+        for row in came_true:
+            self._rank_precision += _RANK_STEP * (row - self._rank_precision)
         self._recall[False].add(truth, _top(logits, self.guesses))
         if self._weights is not None:
             self._recall[True].add(truth, _top(inputs @ self._weights, self.guesses))

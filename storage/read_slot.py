@@ -1,16 +1,16 @@
-"""One of the reader's slots: its own file handles and staging buffer, used by one read at a time."""
+"""One of the reader's slots: its own file handles and staging buffer, used by one read at a time.
+
+A block is read by one blocking call, however many slices it has: the reader hands the whole call to a thread once.
+Awaiting every seek and read of every slice took 0.6 ms of processor time per block of three slices.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import io
 import os
 from collections import OrderedDict
-from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import aiofiles
 
 from colibri_offload.storage.arena import ALIGNMENT, anonymous, round_up
 from colibri_offload.storage.direct import O_DIRECT, REFUSALS, DirectPolicy
@@ -22,15 +22,14 @@ _MAX_HANDLES = 16  # per slot: a model of 200 shards must not use up the process
 
 
 class ReadSlot:
-    """Coroutines of one event loop; blocking calls run in `executor`."""
+    """Blocking calls, for one thread at a time."""
 
-    def __init__(self, policy: DirectPolicy, executor: Executor) -> None:
+    def __init__(self, policy: DirectPolicy) -> None:
         self._policy = policy
-        self._executor = executor
-        self._handles: OrderedDict[tuple[Path, bool], Any] = OrderedDict()
+        self._handles: OrderedDict[tuple[Path, bool], io.FileIO] = OrderedDict()
         self._staging: memoryview | None = None
 
-    async def read(self, what: str, plan: ReadPlan, buffer: memoryview) -> list[memoryview]:
+    def read(self, what: str, plan: ReadPlan, buffer: memoryview) -> list[memoryview]:
         """The plan's raws: in `buffer` when it is in_place, else in the staging buffer, valid until the next read.
 
         StoreError names the file and `what`, the record; CorruptRecordError when a file ends too early.
@@ -40,7 +39,7 @@ class ReadSlot:
         for part in plan.reads:
             length = round_up(part.nbytes) if plan.in_place else span(part)
             with translated(f"{part.path}: {what}"):
-                parts.append(await self._read_part(what, part, target[start : start + length]))
+                parts.append(self._read_part(what, part, target[start : start + length]))
             start += length
         return cut_raws(plan, parts)
 
@@ -49,55 +48,51 @@ class ReadSlot:
             self._staging = memoryview(anonymous(nbytes))
         return self._staging
 
-    async def _read_part(self, what: str, part: Slice, target: memoryview) -> memoryview:
+    def _read_part(self, what: str, part: Slice, target: memoryview) -> memoryview:
         direct = self._policy.known(part.path)
         if direct is None:
-            direct = await self._run(self._policy.probe, part.path)
+            direct = self._policy.probe(part.path)
         if direct:
             try:
-                return await self._fill(what, part, target, ALIGNMENT)
+                return self._fill(what, part, target, ALIGNMENT)
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise
                 self._policy.refuse(part.path, error)
-        return await self._fill(what, part, target, 1)
+        return self._fill(what, part, target, 1)
 
-    async def _fill(self, what: str, part: Slice, target: memoryview, alignment: int) -> memoryview:
+    def _fill(self, what: str, part: Slice, target: memoryview, alignment: int) -> memoryview:
         """Read `part` by requests whose offset, length and address are multiples of `alignment`."""
-        file = await self._handle(part.path, alignment > 1)
+        file = self._handle(part.path, alignment > 1)
         start = part.offset // alignment * alignment
         length = round_up(part.stop, alignment) - start
         needed, done = part.stop - start, 0
         while done < needed:
             at = done // alignment * alignment  # a short direct read goes on from an aligned place
-            await file.seek(start + at)
-            done_now = at + await file.readinto(target[at:length])
+            file.seek(start + at)
+            done_now = at + (file.readinto(target[at:length]) or 0)
             if done_now <= done:
                 raise truncated(part.path, what, needed - done)
             done = done_now
         return target[part.offset - start : needed]
 
-    async def _handle(self, path: Path, direct: bool) -> Any:
+    def _handle(self, path: Path, direct: bool) -> io.FileIO:
         file = self._handles.get((path, direct))
         if file is None:
             if len(self._handles) >= _MAX_HANDLES:
                 _, oldest = self._handles.popitem(last=False)
-                await oldest.close()
-            opener = _open_direct if direct else None
-            file = await aiofiles.open(path, "rb", buffering=0, opener=opener, executor=self._executor)
+                oldest.close()
+            file = io.FileIO(path, "r", opener=_open_direct if direct else None)
             self._handles[path, direct] = file
         self._handles.move_to_end((path, direct))
         return file
 
-    async def _run(self, function: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the handles. Only while no read runs in this slot."""
         while self._handles:
             _, file = self._handles.popitem()
             with suppress(OSError):
-                await file.close()
+                file.close()
 
 
 def _open_direct(path: str, flags: int) -> int:

@@ -8,6 +8,8 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Self
 
+from aiofiles.os import wrap
+
 from colibri_offload.errors import ColibriError, StoreError, UsageError
 from colibri_offload.storage.arena import ALIGNMENT, address_of, round_up
 from colibri_offload.storage.base import ExpertKey, ExpertStore, key_name
@@ -40,7 +42,7 @@ class AsyncReader:
         self._meter = ReaderMeter()
         self._executor = ThreadPoolExecutor(depth, "colibri-read")
         policy = DirectPolicy(io)
-        self._idle = [ReadSlot(policy, self._executor) for _ in range(depth)]
+        self._idle = [ReadSlot(policy) for _ in range(depth)]
         self._running: dict[asyncio.Task[None], ReadRequest] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="colibri-reader", daemon=True)
@@ -135,13 +137,7 @@ class AsyncReader:
         return await self._read(slot, request)
 
     async def _read(self, slot: ReadSlot, request: ReadRequest) -> int:
-        store, key, buffer = self._store, request.key, request.buffer
-        if not isinstance(store, PlannedStore):
-            return await self._loop.run_in_executor(self._executor, store.read_into, key, buffer)
-        plan = store.plan(key)
-        raws = await slot.read(key_name(key), plan, buffer)
-        await self._loop.run_in_executor(self._executor, store.finish, key, raws, buffer)
-        return plan.nbytes
+        return await _read_block(slot, self._store, request.key, request.buffer, executor=self._executor)
 
     # --- ending ------------------------------------------------------------------------------------------------
 
@@ -167,7 +163,7 @@ class AsyncReader:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._close_timeout_sec):
                     for slot in self._idle:
-                        await slot.close()
+                        await _close_slot(slot, executor=self._executor)
         finally:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._loop.stop()
@@ -177,6 +173,21 @@ class AsyncReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@wrap
+def _read_block(slot: ReadSlot, store: ExpertStore, key: ExpertKey, buffer: memoryview) -> int:
+    """Read and finish a block, in a thread of the executor; the bytes that came from the medium."""
+    if not isinstance(store, PlannedStore):
+        return store.read_into(key, buffer)
+    plan = store.plan(key)
+    store.finish(key, slot.read(key_name(key), plan, buffer), buffer)
+    return plan.nbytes
+
+
+@wrap
+def _close_slot(slot: ReadSlot) -> None:
+    slot.close()
 
 
 def _settle(future: Future[int], outcome: int | StoreError) -> None:

@@ -144,3 +144,18 @@ def test_predictor_uses_the_switch():
     for _ in range(40):
         predictor.account(0, 1000)
     assert not predictor.enabled
+
+
+def test_ranks_that_do_not_come_true_are_not_worth_reading() -> None:
+    """Extra guesses that are never right would waste their reads for good."""
+    predictor = RoutingPredictor({0: 16, 1: 16}, top_k=2, extra=2)
+    assert predictor.worthwhile(0) == 4, "a rank is tried before it is judged"
+    rng = np.random.default_rng(0)
+    for _ in range(80):
+        logits = rng.standard_normal(16).astype(np.float32)
+        predictor.observe(0, logits, top(logits, 2))
+    assert predictor.worthwhile(0) == 2 and predictor.worthwhile(1) == 4
+    for _ in range(80):
+        logits = rng.standard_normal(16).astype(np.float32)
+        predictor.observe(0, logits, top(logits, 4))
+    assert predictor.worthwhile(0) == 4, "and judged again"

@@ -9,12 +9,11 @@ import time
 from concurrent.futures import CancelledError, wait
 from pathlib import Path
 
-import aiofiles.threadpool
 import pytest
 from storage_support import STORES, arena_for, file_store, make_blocks, slice_store
 
 from colibri_offload.errors import CorruptRecordError, StoreError, UsageError
-from colibri_offload.storage import direct
+from colibri_offload.storage import direct, read_slot
 from colibri_offload.storage.arena import Arena
 from colibri_offload.storage.base import ExpertKey
 from colibri_offload.storage.plan import Slice
@@ -136,11 +135,11 @@ def test_a_refusal_after_the_probe(tmp_path, monkeypatch):
     real_fill = ReadSlot._fill
     refused = []
 
-    async def fill(self, what, part, target, alignment):
+    def fill(self, what, part, target, alignment):
         if alignment > 1:
             refused.append(part)
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-        return await real_fill(self, what, part, target, alignment)
+        return real_fill(self, what, part, target, alignment)
 
     monkeypatch.setattr(ReadSlot, "_fill", fill)
     with file_store(tmp_path, BLOCKS) as store, arena_for(store) as arena, AsyncReader(store, 1, "auto") as reader:
@@ -293,10 +292,7 @@ def test_short_reads_go_on(tmp_path, monkeypatch, caplog):
         def readinto(self, buffer):
             return min(super().readinto(buffer), 5000)
 
-    async def open_short(path, mode, *, buffering, opener, executor):
-        return aiofiles.threadpool.wrap(ShortFile(path, "r", opener=opener), executor=executor)
-
-    monkeypatch.setattr(aiofiles, "open", open_short)
+    monkeypatch.setattr(read_slot.io, "FileIO", ShortFile)
     caplog.set_level(logging.INFO)
     (tmp_path / "probe").write_bytes(bytes(4096))
     accepted = direct.DirectPolicy("buffered").probe(tmp_path / "probe")

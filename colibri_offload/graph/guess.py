@@ -97,4 +97,5 @@ class Guesser:
         self.predictor.account(used - self._accounted[0], wasted - self._accounted[1])
         self._accounted = (used, wasted)
         if self.predictor.enabled and n <= _MAX_TOKENS and after in self._pending:
-            self._cache.prefetch(ExpertKey(after, e) for e in self.predictor.predict(after, self._pending[after]))
+            guess = self.predictor.predict(after, self._pending[after])
+            self._cache.prefetch(ExpertKey(after, e) for e in guess[: n * self.predictor.worthwhile(after)])
