@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import llvmlite.ir as ir
 
 from colibri_offload.jit.emit import Fn, Struct, Val, f32, i32, i64, ptr, vec
 from colibri_offload.jit.emit.types import i8, i16
-from colibri_offload.jit.formats import ROWS, Format
+from colibri_offload.jit.formats import ROWS, Format, Move
 from colibri_offload.jit.kernels.activations import TILES, Activations
 from colibri_offload.jit.targets import Target
+
+WORDS = {1: i8, 2: i16, 4: i32}
 
 # rows: count of rows at `src`, row_stride bytes apart; task t takes the 16 rows from t·row_step on and writes a group
 # at dst + t·dst_stride. blocks: blocks in a source row; zeros: block_nbytes of zeros.
@@ -22,23 +26,75 @@ def emit_pack_weights(module: ir.Module, target: Target, fmt: Format) -> None:
     """Task: one group of 16 rows of the file's layout → the compute layout. Rows and blocks beyond the end read
     `zeros`."""
     per_step = fmt.step // fmt.block_elements
-    word = {1: i8, 2: i16, 4: i32}
+    quads, others = zip(*(split_moves(fmt.moves(b)) for b in range(per_step)), strict=True)
     with Fn(module, target, "pack_weights", {"args": ptr, "task": i64}) as k:
         a = PackWeights.at(k.args)
         src, zeros, rows, row_stride, blocks = a.src, a.zeros, a.rows, a.row_stride, a.blocks
         steps, dst, first = a.steps, a.dst + k.task * a.dst_stride, k.task * a.row_step
+
+        def move(tile: Val, p: Val, r: Val, moves: Sequence[Move]) -> None:
+            for m in moves:
+                w = p.load(WORDS[m.width], m.src, 1)
+                (tile + r * m.width).store(m.fn(w) if m.fn else w, m.dst, 1)
+
         with k.range(0, steps) as step:
             tile = dst + step * fmt.tile_nbytes
-            with k.range(0, ROWS) as r:
-                row = first + r
-                base = src + row * row_stride
-                for b in range(per_step):
-                    block = step * per_step + b
-                    inside = (row < rows).select(block < blocks, k.const(ir.IntType(1), 0))
-                    p = inside.select(base + block * fmt.block_nbytes, zeros)
-                    for m in fmt.moves(b):
-                        w = p.load(word[m.width], m.src, 1)
-                        (tile + r * m.width).store(m.fn(w) if m.fn else w, m.dst, 1)
+            whole = (step + 1) * per_step <= blocks
+            whole = Val(k, k.b.and_(whole.v, (first + ROWS <= rows).v))
+            with k.either(whole) as (yes, no):
+                with yes:
+                    base = src + (first * row_stride + step * (per_step * fmt.block_nbytes))
+                    for b in range(per_step):
+                        transpose_quads(k, tile, base + b * fmt.block_nbytes, row_stride, quads[b])
+                    with k.range(0, ROWS) as r:
+                        for b in range(per_step):
+                            move(tile, base + (r * row_stride + b * fmt.block_nbytes), r, others[b])
+                with no, k.range(0, ROWS) as r:
+                    row = first + r
+                    for b in range(per_step):
+                        block = step * per_step + b
+                        inside = (row < rows).select(block < blocks, k.const(ir.IntType(1), 0))
+                        p = inside.select(src + (row * row_stride + block * fmt.block_nbytes), zeros)
+                        move(tile, p, r, fmt.moves(b))
+
+
+def split_moves(moves: list[Move]) -> tuple[list[list[Move]], list[Move]]:
+    """Runs of four 4-byte moves from neighbouring source words, and the rest."""
+    quads, others, run = [], [], []  # type: ignore[var-annotated]
+    for m in moves:
+        if m.width == 4 and (not run or m.src == run[-1].src + 4):
+            run.append(m)
+            if len(run) == 4:
+                quads.append(run)
+                run = []
+        else:
+            others += run
+            run = []
+            others.append(m)
+    return quads, others + run
+
+
+def transpose_quads(k: Fn, tile: Val, block: Val, row_stride: Val, quads: Sequence[list[Move]]) -> None:
+    """Four words of 16 rows at a time: 16 bytes of each row, transposed in registers, stored 16 words at once."""
+    t = vec(i32, 4)
+    starts = [block + row_stride * r if r else block for r in range(ROWS)]
+    for quad in quads:
+        # part i: rows i, 4+i, 8+i, 12+i; its 128-bit lane l holds the words of row 4l+i
+        parts = []
+        for i in range(4):
+            some = [starts[4 * lane + i].load(t, quad[0].src, 1) for lane in range(4)]
+            parts.append(some[0].concat(*some[1:]))
+        lanes = range(4)
+        low = [p.shuffle([x for n in lanes for x in (4 * n, 16 + 4 * n, 4 * n + 1, 17 + 4 * n)], q)
+               for p, q in ((parts[0], parts[1]), (parts[2], parts[3]))]  # fmt: skip
+        high = [p.shuffle([x for n in lanes for x in (4 * n + 2, 18 + 4 * n, 4 * n + 3, 19 + 4 * n)], q)
+                for p, q in ((parts[0], parts[1]), (parts[2], parts[3]))]  # fmt: skip
+        for j, m in enumerate(quad):
+            p, q = high if j > 1 else low
+            at = 2 * (j % 2)
+            order = [x for n in lanes for x in (4 * n + at, 4 * n + at + 1, 16 + 4 * n + at, 17 + 4 * n + at)]
+            word = p.shuffle(order, q)
+            tile.store(m.fn(word) if m.fn else word, m.dst, 4)
 
 
 # src: f32 rows src_stride bytes apart, of `columns` columns; index: i32 row numbers (−1: no token, zeros) or null;
