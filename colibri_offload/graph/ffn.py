@@ -91,12 +91,7 @@ class FeedForward:
             address = int(table[0]) if self.streamed else self._whole_address
             whole.set([address], self._packed(whole.x_act).address, [0], [1], self._all_rows.ctypes.data)
             runners.append(whole)
-        b.stage()
-        for runner in runners:
-            runner.add_up(b)
-        b.stage()
-        for runner in runners:
-            runner.add_down(b)
+        _add_up_and_down(b, runners)
         self._add_combine(b)
 
     def _packed(self, act: Activations) -> Packed:
@@ -136,12 +131,7 @@ class FeedForward:
             b.stage()
             self._pairs.add_gather(self._c, b)
         runners = [runner for runner in (self.routed, self.whole) if runner]
-        b.stage()
-        for runner in runners:
-            runner.add_up(b)
-        b.stage()
-        for runner in runners:
-            runner.add_down(b)
+        _add_up_and_down(b, runners)
         return b.seal()
 
     def _build_combine(self) -> Builder:
@@ -228,3 +218,13 @@ class FeedForward:
                 self._experts.run(n, (self.routed.count, self._pairs.tile_count, shared))
                 if self.whole:
                     self.whole.count = 0
+
+
+def _add_up_and_down(b: Builder, runners: list[ExpertRunner]) -> None:
+    """The two stages of all runners side by side."""
+    b.stage()
+    for runner in runners:
+        runner.add_up(b)
+    b.stage()
+    for runner in runners:
+        runner.add_down(b)
