@@ -148,12 +148,14 @@ class Generation:
             return
         logits = session._feed(self._prompt[shared:], 1)[0]
         self._prefill_sec = time.perf_counter() - start
+        seen = list(self._prompt)
         while True:
-            token = self._sampler.pick(logits, self._prompt + self.token_ids)
+            token = self._sampler.pick(logits, seen)
             if token in self._eos_ids:
                 self.finish_reason = "stop"
                 return
             self.token_ids.append(token)
+            seen.append(token)
             if len(self.token_ids) == self._max_tokens or len(session._tokens) >= ctx:
                 self.finish_reason = "length"
                 yield token

@@ -15,7 +15,7 @@ from colibri_offload.jit.pool import WorkerPool
 
 @dataclass(frozen=True)
 class Context:
-    """Handed to every block. mode: the activations flag; kv_type: "f32" or "f16"; kv_at: layer → offset in a page."""
+    """Handed to every block. mode: the activations flag; kv_type: one of KV_TYPES; kv_at: layer → offset in a page."""
 
     kernels: Kernels
     pool: WorkerPool

@@ -41,23 +41,18 @@ class ExpertRunner:
         }  # fmt: skip
 
     def add_up(self, b: Builder) -> None:
-        args = b.add(self._up_fn, Experts, **self._fields)
-        blocks = self.layout.hidden_blocks
-
-        def tasks(n: int) -> int:
-            args["up_chunk"] = chunk = b.chunk(self.count * blocks, blocks, n)
-            args["up_tasks"] = per = -(-blocks // chunk)
-            return self.count * per
-
-        b.counted(tasks)
+        self._add(b, "up", self._up_fn, self.layout.hidden_blocks)
 
     def add_down(self, b: Builder) -> None:
-        args = b.add(self._down_fn, Experts, **self._fields)
-        groups = self.layout.groups
+        self._add(b, "down", self._down_fn, self.layout.groups)
+
+    def _add(self, b: Builder, half: str, fn: int, units: int) -> None:
+        """An operation that splits every segment's `units` into chunks."""
+        args = b.add(fn, Experts, **self._fields)
 
         def tasks(n: int) -> int:
-            args["down_chunk"] = chunk = b.chunk(self.count * groups, groups, n)
-            args["down_tasks"] = per = -(-groups // chunk)
+            args[f"{half}_chunk"] = chunk = b.chunk(self.count * units, units, n)
+            args[f"{half}_tasks"] = per = -(-units // chunk)
             return self.count * per
 
         b.counted(tasks)

@@ -29,7 +29,6 @@ class Guesser:
         with_experts = list(spec.moe_layers) or list(range(len(spec.layers)))
         self._next = dict(pairwise(with_experts))
         self._spec = spec
-        self._logits: np.ndarray | None = None
         self._pending: dict[int, np.ndarray] = {}
         self._accounted = (0, 0)
 
@@ -38,16 +37,18 @@ class Guesser:
         """Whether there is anything left to prefetch."""
         return self._cache.block_count < self._total
 
-    def _ffn(self, layer: int) -> MoE | None:
-        ffn = self._spec.layers[layer].ffn
-        return ffn if isinstance(ffn, MoE) else None
+    def _next_moe(self, layer: int) -> tuple[int, MoE] | None:
+        """The layer whose experts are guessed from `layer`'s state, when there is one and it routes."""
+        after = self._next.get(layer)
+        ffn = None if after is None else self._spec.layers[after].ffn
+        return (after, ffn) if after is not None and isinstance(ffn, MoE) else None
 
     def add(self, c: Context, b: Builder, layer: int) -> None:
         """The next router's logits on this layer's state after attention, at the end of the layer's first program."""
-        after = self._next.get(layer)
-        moe = self._ffn(after) if after is not None else None
-        if after is None or moe is None or self.predictor is None:
+        guessed = self._next_moe(layer)
+        if guessed is None or self.predictor is None:
             return
+        after, moe = guessed
         r, spec = c.resident, self._spec
         x = Packed(c.workspace["x_guess"], FLOAT32, spec.hidden)
 
@@ -76,9 +77,9 @@ class Guesser:
         made = self._pending.pop(layer, None)
         if made is not None and len(made) == n:
             self.predictor.observe(layer, made, ids)
-        after = self._next.get(layer)
-        moe = self._ffn(after) if after is not None else None
-        if after is not None and moe is not None:
+        guessed = self._next_moe(layer)
+        if guessed is not None:
+            after, moe = guessed
             rows = self._workspace.array("guess_logits", (n, stride(moe.experts) // 4), np.float32)
             self._pending[after] = rows[:, : moe.experts].copy()
 
@@ -87,7 +88,7 @@ class Guesser:
         after = self._next.get(layer)
         if after is None or not self.active:
             return
-        if self._ffn(after) is None:
+        if self._next_moe(layer) is None:
             self._cache.prefetch([ExpertKey(after, 0)])
             return
         if self.predictor is None:

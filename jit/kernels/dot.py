@@ -6,6 +6,7 @@ faster on every format (with prefetches 4–8 KiB ahead, Q5_K fell from 26 to 13
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import llvmlite.ir as ir
@@ -54,11 +55,10 @@ def _emit(module: ir.Module, target: Target, fmt: Format, act: Activations, toke
     return k
 
 
-def for_each_tile(k: Fn, full: Val, tail: Val, body) -> None:  # type: ignore[no-untyped-def]
-    """body(T, tile index in units of its own kind, first token) for `full` tiles of 8, then for the tail of 4, 2
-    or 1."""
+def for_each_tile(k: Fn, full: Val, tail: Val, body: Callable[[int, Val], None]) -> None:
+    """body(T, first token) for `full` tiles of 8, then for the tail of 4, 2 or 1."""
     with k.range(0, full) as n:
-        body(8, n, n * 8)
+        body(8, n * 8)
     for size in (4, 2, 1):
         with k.when(tail.eq(size)):
-            body(size, None, full * 8)
+            body(size, full * 8)

@@ -70,9 +70,7 @@ def emit_experts_up(
             w = record + block * (gate_group + up_group) * 2
             bias = record + bias_at + block * 128
 
-            def one_tile(
-                tokens: int, n: Val | None, token: Val, w: Val = w, bias: Val = bias, block: Val = block
-            ) -> None:
+            def one_tile(tokens: int, token: Val, w: Val = w, bias: Val = bias, block: Val = block) -> None:
                 xt = x + token * (x_blocks * x_act.token_nbytes)
                 for i in range(2):  # in the order of memory: decode is one stream for the prefetchers
                     gate_dot.call(k, tokens, w + gate_group * i, xt, gate_steps, out + 512 * i)
@@ -112,7 +110,7 @@ def emit_experts_down(module: ir.Module, target: Target, fmt: Format, h_act: Act
         with k.range(first, (first + a.down_chunk).min(groups)) as g:
             w = down + g * (steps * fmt.tile_nbytes)
 
-            def one_tile(tokens: int, n: Val | None, token: Val, w: Val = w, g: Val = g) -> None:
+            def one_tile(tokens: int, token: Val, w: Val = w, g: Val = g) -> None:
                 dots.call(k, tokens, w, h + token * (h_blocks * h_act.token_nbytes), steps, out)
                 with k.range(0, tokens) as t:
                     row = (rows + (token + t) * 4).load(i32).sext(i64)

@@ -35,7 +35,7 @@ def emit_matmul(module: ir.Module, target: Target, fmt: Format, act: Activations
         with k.range(first, (first + a.chunk).min(groups)) as g:
             w = w0 + g * group_nbytes
 
-            def one_tile(tokens: int, n: Val | None, token: Val, w: Val = w, g: Val = g) -> None:
+            def one_tile(tokens: int, token: Val, w: Val = w, g: Val = g) -> None:
                 # tiles of 8 lie one after another, the tail behind them: a token takes the same room everywhere
                 dots.call(k, tokens, w, x0 + token * (x_blocks * act.token_nbytes), steps, out)
                 for t in range(tokens):
